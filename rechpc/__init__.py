@@ -1,0 +1,3 @@
+"""rechpc: train sharded recommendation models on Slurm clusters with AMD Instinct GPUs."""
+
+__version__ = "0.1.0"

@@ -1,0 +1,107 @@
+"""A prepared data set on disk: its index, which says what the Arrow files beside it hold.
+
+`rechpc.prepare` writes it, the ranks read it, and `submit` checks it against the configuration on the login
+node. Standard library only; the Arrow files themselves are read by `rechpc.rank.data`.
+
+Columns of an Arrow file: `label` (int8, 0 or 1), `dense` (a fixed-size list of float32, in the order of the
+index), and one column a sparse feature, int32 (one id) or list<int32> (a bag of ids). Record batches hold
+`block_rows` rows; only the last one of a split may hold fewer.
+"""
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rechpc.config import DataConfig
+from rechpc.errors import DataError
+from rechpc.rundir import write_json
+
+INDEX_NAME = "index.json"
+FORMAT = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataFile:
+    """One Arrow IPC file of a split."""
+
+    name: str
+    rows: int
+    size_bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Split:
+    """One split: its files in order, and its number of positive labels."""
+
+    files: list[DataFile]
+    positives: int
+
+    @property
+    def rows(self) -> int:
+        return sum(file.rows for file in self.files)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Index:
+    """What a prepared data set holds."""
+
+    block_rows: int
+    dense: list[str]
+    sparse_rows: dict[str, int]  # rows of the table that each sparse feature was mapped to
+    ids_per_sample: dict[str, float]  # mean pooling factor of each sparse feature, over the train split
+    dense_transform: dict[str, dict[str, float]]  # parameters fitted on the train split, by feature
+    splits: dict[str, Split]
+
+
+def write_index(path: Path, index: Index) -> None:
+    """Write the index of the data set at `path`; this makes it visible to readers, so it comes last."""
+    write_json(path / INDEX_NAME, {"format": FORMAT, **asdict(index)})
+
+
+def read_index(path: Path) -> Index:
+    """The index of the data set at `path`, with every file of it present in its full size."""
+    try:
+        raw = json.loads((path / INDEX_NAME).read_text())
+    except FileNotFoundError as error:
+        raise DataError(
+            f"data.path={path}: no {INDEX_NAME} there; expected a data set made by python -m rechpc.prepare"
+        ) from error
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path / INDEX_NAME}: cannot be read ({error}); prepare the data set again") from error
+    if raw.pop("format", None) != FORMAT:
+        raise DataError(f"{path / INDEX_NAME}: not of format {FORMAT}; prepare the data set again")
+    splits = {
+        name: Split(files=[DataFile(**f) for f in s["files"]], positives=s["positives"])
+        for name, s in raw.pop("splits").items()
+    }
+    for split in splits.values():
+        for file in split.files:
+            _check_size(path / file.name, file)
+    return Index(splits=splits, **raw)
+
+
+def check_index(index: Index, config: DataConfig) -> None:
+    """Raise DataError unless the data set has the features, and the table sizes, that the configuration says."""
+    wanted = {f.name: f.rows for f in config.sparse}
+    problems = [
+        f"data.sparse: feature {name!r} has {rows} rows, the data set was prepared for {index.sparse_rows[name]}"
+        for name, rows in wanted.items()
+        if name in index.sparse_rows and index.sparse_rows[name] != rows
+    ]
+    for kind, have, want in (("dense", index.dense, config.dense), ("sparse", [*index.sparse_rows], [*wanted])):
+        missing, unknown = set(want) - set(have), set(have) - set(want)
+        if missing:
+            problems.append(f"data.{kind}: not in the data set: {sorted(missing)}")
+        if unknown:
+            problems.append(f"data.{kind}: in the data set but not in the configuration: {sorted(unknown)}")
+    if problems:
+        where = f"data.path={config.path}"
+        raise DataError("\n".join(f"{where}: {p}; prepare it again with this configuration" for p in problems))
+
+
+def _check_size(path: Path, file: DataFile) -> None:
+    size = path.stat().st_size if path.exists() else None
+    if size != file.size_bytes:
+        what = "is missing" if size is None else f"has {size} bytes"
+        raise DataError(f"{path}: {what}, the index says {file.size_bytes}; prepare the data set again")

@@ -1,0 +1,86 @@
+"""Where a process stands and what hardware a rank has: the one place that reads torchrun's variables.
+
+Everything that TorchRec would guess (ranks a node, memory, bandwidth) is stated here from the configuration or
+read from this machine. Must not know torch.
+"""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from rechpc.config import Device, RunConfig
+from rechpc.errors import LaunchError
+
+GIB = 1 << 30
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Topology:
+    """World size and the hardware of one rank; memory in bytes, bandwidth in bytes per second."""
+
+    num_nodes: int
+    local_world_size: int
+    device: Device
+    hbm_bytes: int
+    host_memory_bytes: int
+    hbm_bytes_per_s: float
+    host_memory_bytes_per_s: float
+    intra_node_bytes_per_s: float
+    inter_node_bytes_per_s: float
+
+    @property
+    def world_size(self) -> int:
+        return self.num_nodes * self.local_world_size
+
+
+def of(config: RunConfig) -> Topology:
+    """The topology that a run asks for; unset host memory is that of this machine, shared by a node's ranks."""
+    cluster = config.cluster
+    node_bytes = int(cluster.host_memory_gib * GIB) if cluster.host_memory_gib else _host_memory_bytes()
+    return Topology(
+        num_nodes=config.job.nodes,
+        local_world_size=config.ranks_per_node,
+        device=cluster.device,
+        hbm_bytes=int(cluster.hbm_gib * GIB),
+        host_memory_bytes=node_bytes // config.ranks_per_node,
+        hbm_bytes_per_s=cluster.hbm_gb_per_s * 1e9,
+        host_memory_bytes_per_s=cluster.host_memory_gb_per_s * 1e9,
+        intra_node_bytes_per_s=cluster.intra_node_gb_per_s * 1e9,
+        inter_node_bytes_per_s=cluster.inter_node_gb_per_s * 1e9,
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankEnv:
+    """What torchrun tells a rank about itself."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    local_world_size: int
+
+    @classmethod
+    def from_environment(cls) -> "RankEnv":
+        """Read torchrun's variables. Raises LaunchError when one is unset: nothing is guessed."""
+        values = {name: os.environ.get(name) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")}
+        unset = [name for name, value in values.items() if value is None]
+        if unset:
+            raise LaunchError(
+                f"{', '.join(unset)} unset: a rank is started by torchrun, as in "
+                "torchrun --nproc-per-node 2 -m rechpc.train RUN_DIR"
+            )
+        return cls(**{name.lower(): int(value or 0) for name, value in values.items()})
+
+
+def num_cpus() -> int:
+    """CPUs that this process may use: its affinity mask, cut by the cgroup's quota where there is one."""
+    cpus = len(os.sched_getaffinity(0))
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+    except (OSError, ValueError):
+        return cpus
+    return cpus if quota == "max" else max(1, min(cpus, int(quota) // int(period)))
+
+
+def _host_memory_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
