@@ -70,7 +70,9 @@ def typed(raw: DictConfig) -> CommandConfig:
     except OmegaConfBaseException as error:
         raise ConfigError(explain(error)) from error
     assert isinstance(config, CommandConfig)
-    config.validate()
+    # What a resumed run is made of is in its own config.yaml; submit validates that with the overrides on top.
+    if config.resume is None:
+        config.validate()
     return config
 
 

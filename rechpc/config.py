@@ -111,6 +111,7 @@ class JobConfig:
     time_limit_min: int = option(24 * 60, "time limit of one attempt", low=1)
     partition: str | None = option(None, "Slurm partition; null: the site's default")
     account: str | None = option(None, "Slurm account; null: the user's default")
+    signal_lead_s: float = option(120.0, "how long before the time limit the run is told to save", low=1)
     stop_timeout_s: float = option(600.0, "how long a stopping run may take to save before it is killed", low=1)
 
 
@@ -152,7 +153,7 @@ class SyntheticConfig:
     val_rows: int = option(20_000, "samples for evaluation during training", low=0)
     test_rows: int = option(50_000, "samples for the final evaluation", low=1)
     id_skew: float = option(1.05, "exponent of the power law of ids", low=0, high=3)
-    signal: float = option(1.5, "standard deviation of the teacher's logit", low=0)
+    signal: float = option(1.8, "standard deviation of the teacher's logit", low=0)
     label_noise: float = option(0.05, "share of labels replaced by a coin toss", low=0, high=1)
 
 
@@ -362,6 +363,11 @@ def _broken_rules(c: RunConfig) -> Iterator[str]:
         yield f"job.ranks_per_node={asked}: a node of this cluster has {fixed}; set job.ranks_per_node={fixed}"
     if c.cluster.launcher is Launcher.local and c.job.nodes != 1:
         yield f"job.nodes={c.job.nodes}: cluster=local has one node; set job.nodes=1 or choose a Slurm cluster"
+    if c.job.signal_lead_s >= 60 * c.job.time_limit_min:
+        yield (
+            f"job.signal_lead_s={c.job.signal_lead_s:g}: the run would be told to save before it starts; "
+            f"set it below the {60 * c.job.time_limit_min} s of job.time_limit_min={c.job.time_limit_min}"
+        )
     if c.container.runtime is ContainerRuntime.apptainer and not c.container.image:
         yield "container.image=null: container.runtime=apptainer needs an image; set container.image=/path/image.sif"
     yield from _batch_rules(c)

@@ -4,6 +4,7 @@ Nobody else joins strings into run paths. A write is invisible until complete (t
 a read believes only final names. Standard library only.
 """
 
+import contextlib
 import json
 import os
 import secrets
@@ -60,6 +61,23 @@ class AttemptDir:
     @property
     def outcome_path(self) -> Path:
         return self.path / "outcome.json"
+
+    @property
+    def rendezvous_path(self) -> Path:
+        """Where the ranks of several nodes meet; node 0 writes it."""
+        return self.path / "rendezvous.json"
+
+    def error_path(self, rank: int) -> Path:
+        """Written by a rank that raises: rank, time_s, error (one line), traceback."""
+        return self.path / f"error-rank-{rank:05d}.json"
+
+    def first_error(self) -> dict[str, Any] | None:
+        """What the rank that raised first wrote: the cause, where later ones only lost their peer."""
+        records = []
+        for path in self.path.glob("error-rank-*.json"):
+            with contextlib.suppress(OSError, ValueError):  # a rank may be killed while it writes
+                records.append(read_json(path) or {})
+        return min((r for r in records if "rank" in r), key=lambda r: float(r["time_s"]), default=None)
 
     def rank_log_path(self, rank: int) -> Path:
         return self.path / f"rank-{rank:05d}.log"
@@ -127,7 +145,7 @@ class RunDir:
 
     @property
     def job_path(self) -> Path:
-        """The newest submission: launcher, job id, and for a local run its host and process id."""
+        """Every submission, oldest first: launcher, job id, host, process id, overrides."""
         return self.path / "job.json"
 
     @property

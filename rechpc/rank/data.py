@@ -1,0 +1,207 @@
+"""Global batches that depend on the seed and the step alone, never on the world size or the plan.
+
+Global batch k of size G is rows [kG, (k+1)G) of one seeded order of an epoch, rank r of W takes its part, and
+the whole position in the data is one integer, the step. All ranks make the same number of steps, with the same
+number of rows in each: a last partial batch is padded with empty rows of weight 0, so no sample is lost and no
+collective waits for a rank that has no data.
+
+Shape legend: B rows of a local batch, F dense features.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import torch
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+from torchrec.streamable import Pipelineable
+
+from rechpc.config import DataConfig, DataKind
+from rechpc.dataset import Index, check_index, read_index
+from rechpc.errors import DataError
+from rechpc.rank.blocks import Block, Source, check, concatenate, pad
+from rechpc.rank.synthetic import Synthetic
+
+
+@dataclass
+class Batch(Pipelineable):
+    """One rank's part of a global batch; `weights_B` is 0 for padding, else world size / rows of the global batch.
+
+    With these weights the mean over ranks of the weighted sum of losses is the mean loss of the global batch.
+    """
+
+    dense_BF: torch.Tensor
+    sparse: KeyedJaggedTensor
+    labels_B: torch.Tensor
+    weights_B: torch.Tensor
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> "Batch":  # noqa: FBT001, FBT002
+        """The same batch on another device (the pipeline calls this)."""
+        return Batch(
+            dense_BF=self.dense_BF.to(device, non_blocking=non_blocking),
+            sparse=self.sparse.to(device, non_blocking=non_blocking),
+            labels_B=self.labels_B.to(device, non_blocking=non_blocking),
+            weights_B=self.weights_B.to(device, non_blocking=non_blocking),
+        )
+
+    def record_stream(self, stream: torch.Stream) -> None:
+        """Keep the memory until `stream` is done with it (the pipeline calls this)."""
+        for part in (self.dense_BF, self.sparse, self.labels_B, self.weights_B):
+            part.record_stream(stream)  # type: ignore[arg-type]
+
+    def pin_memory(self) -> "Batch":
+        """The same batch in page-locked memory."""
+        return Batch(
+            dense_BF=self.dense_BF.pin_memory(),
+            sparse=self.sparse.pin_memory(),
+            labels_B=self.labels_B.pin_memory(),
+            weights_B=self.weights_B.pin_memory(),
+        )
+
+
+class GlobalBatches:
+    """The sequence of global batches of one split, as one rank sees it."""
+
+    def __init__(
+        self, source: Source, config: DataConfig, *, global_batch: int, rank: int, world_size: int, seed: int | None
+    ) -> None:
+        """`seed` None keeps the order of the split, as evaluation wants it."""
+        self._source = source
+        self._config = config
+        self._global_batch = global_batch
+        self._rank = rank
+        self._world_size = world_size
+        self._seed = seed
+        self._block = lru_cache(maxsize=2)(self._shuffled_block)
+        self._epoch_order = lru_cache(maxsize=1)(self._order_of_blocks)
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return -(-self._source.rows // self._global_batch)
+
+    def num_samples(self, step: int) -> int:
+        """Rows of the global batch of a step; fewer than the global batch size only at the end of an epoch."""
+        start = step % self.steps_per_epoch * self._global_batch
+        return min(self._global_batch, self._source.rows - start)
+
+    def batches(self, start: int, stop: int) -> Iterator[Batch]:
+        """This rank's part of the global batches of steps [start, stop)."""
+        return (self.batch(step) for step in range(start, stop))
+
+    def batch(self, step: int) -> Batch:
+        """This rank's part of the global batch of a step. Raises DataError for a bad value."""
+        epoch, index = divmod(step, self.steps_per_epoch)
+        num_samples = self.num_samples(step)
+        local_rows = -(-num_samples // self._world_size)
+        first = min(self._rank * local_rows, num_samples)
+        last = min(first + local_rows, num_samples)
+        start = index * self._global_batch
+        rows = self._rows(epoch, start + first, start + last)
+        return self._collate(pad(rows, local_rows), last - first, self._world_size / num_samples)
+
+    def _rows(self, epoch: int, first: int, last: int) -> Block:
+        """Rows [first, last) of the order of an epoch."""
+        blocks, ends = self._epoch_order(epoch)
+        parts = []
+        while first < last:
+            place = int(np.searchsorted(ends, first, side="right"))
+            begin = int(ends[place - 1]) if place else 0
+            stop = min(last, int(ends[place]))
+            block, order = self._block(epoch, int(blocks[place]))
+            parts.append(block.take(order[first - begin : stop - begin]))
+            first = stop
+        return concatenate(parts) if parts else self._block(epoch, int(blocks[0]))[0].take(np.arange(0))
+
+    def _order_of_blocks(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+        """Blocks in the order of an epoch, and the position in that order at which each one ends."""
+        block_rows, rows = self._source.block_rows, self._source.rows
+        num_blocks = -(-rows // block_rows)
+        blocks = np.arange(num_blocks)
+        if self._seed is not None:
+            blocks = np.random.default_rng([self._seed, epoch]).permutation(num_blocks)
+        return blocks, np.cumsum(np.minimum(block_rows, rows - blocks * block_rows))
+
+    def _shuffled_block(self, epoch: int, block: int) -> tuple[Block, np.ndarray]:
+        """A checked block, and the order of its rows in an epoch."""
+        rows = self._source.read(block)
+        check(rows, self._config.sparse, self._config.dense, f"data {self._source_name()}, block {block}")
+        if self._seed is None:
+            return rows, np.arange(len(rows))
+        return rows, np.random.default_rng([self._seed, epoch, block]).permutation(len(rows))
+
+    def _source_name(self) -> str:
+        return self._config.path or str(self._config.kind)
+
+    def _collate(self, block: Block, num_real: int, weight: float) -> Batch:
+        names = [feature.name for feature in self._config.sparse]
+        lengths = np.concatenate([block.bags[name][0] for name in names])
+        values = np.concatenate([block.bags[name][1] for name in names])
+        weights_B = np.zeros(len(block), dtype=np.float32)
+        weights_B[:num_real] = weight
+        return Batch(
+            dense_BF=torch.from_numpy(np.ascontiguousarray(block.dense_NF, dtype=np.float32)),
+            sparse=KeyedJaggedTensor(
+                keys=names,
+                values=torch.from_numpy(values.astype(np.int64)),
+                lengths=torch.from_numpy(lengths.astype(np.int32)),
+            ),
+            labels_B=torch.from_numpy(block.labels_N.astype(np.float32)),
+            weights_B=torch.from_numpy(weights_B),
+        )
+
+
+class ArrowSplit:
+    """One split of a prepared data set, memory-mapped."""
+
+    def __init__(self, path: Path, index: Index, split: str) -> None:
+        self.block_rows = index.block_rows
+        self.rows = index.splits[split].rows
+        self._sparse = list(index.sparse_rows)
+        self._batches: list[tuple[pa.RecordBatchFileReader, int]] = []
+        for file in index.splits[split].files:
+            try:
+                reader = pa.ipc.open_file(pa.memory_map(str(path / file.name)))
+            except (OSError, pa.ArrowInvalid) as error:
+                raise DataError(f"{path / file.name}: not an Arrow file ({error}); prepare the data again") from error
+            self._batches += [(reader, i) for i in range(reader.num_record_batches)]
+
+    def read(self, block: int) -> Block:
+        """Rows [block * block_rows, ...) of the split."""
+        reader, index = self._batches[block]
+        batch = reader.get_batch(index)
+        labels_N = batch.column("label").to_numpy(zero_copy_only=False)
+        dense = batch.column("dense")
+        dense_NF = dense.flatten().to_numpy(zero_copy_only=False).reshape(len(labels_N), -1)
+        return Block(labels_N=labels_N, dense_NF=dense_NF, bags={n: _bag(batch.column(n)) for n in self._sparse})
+
+
+def _bag(column: pa.Array) -> tuple[np.ndarray, np.ndarray]:
+    if pa.types.is_list(column.type) or pa.types.is_large_list(column.type):
+        offsets = column.offsets.to_numpy(zero_copy_only=False)
+        return np.diff(offsets).astype(np.int32), column.flatten().to_numpy(zero_copy_only=False)
+    return np.ones(len(column), dtype=np.int32), column.to_numpy(zero_copy_only=False)
+
+
+def open_splits(config: DataConfig) -> dict[str, Source]:
+    """The non-empty splits of the configured data set by name. Raises DataError when it does not fit the configuration.
+
+    `train` and `test` are always there; `val` is optional.
+    """
+    splits: dict[str, Source]
+    if config.kind is DataKind.synthetic:
+        splits = {name: Synthetic(config, name) for name in ("train", "val", "test")}
+    else:
+        if config.path is None:
+            raise DataError("data.path=null: expected a data set made by python -m rechpc.prepare")
+        path = Path(config.path)
+        index = read_index(path)
+        check_index(index, config)
+        splits = {name: ArrowSplit(path, index, name) for name, split in index.splits.items() if split.rows}
+    splits = {name: source for name, source in splits.items() if source.rows}
+    for name in ("train", "test"):
+        if name not in splits:
+            raise DataError(f"data {config.path or config.kind}: the {name} split is empty or missing")
+    return splits

@@ -1,0 +1,302 @@
+"""The life of a rank: from a configuration to a trained model, or to a checkpoint that another attempt goes on from.
+
+Every rank takes the same branch at the same step. What rank 0 alone knows (that somebody asked to stop) and what
+each knows in part (the loss) travels in one all-reduce a step, which is looked at one step later so that nobody
+waits for it.
+"""
+
+import contextlib
+import logging
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
+
+from rechpc.config import DataKind, RunConfig
+from rechpc.errors import DataError, TrainingError
+from rechpc.rank import checkpoint, lifeline, process
+from rechpc.rank.blocks import Source
+from rechpc.rank.data import GlobalBatches, open_splits
+from rechpc.rank.metrics import Scores, gather_predictions, score
+from rechpc.rank.model import Output, build
+from rechpc.rank.optim import Optimizers, fuse_sparse
+from rechpc.rank.report import Report, Window
+from rechpc.rank.sharding import shard
+from rechpc.rank.synthetic import Synthetic
+from rechpc.rundir import AttemptDir, Outcome, RunDir, StopReason
+from rechpc.topology import RankEnv
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(kw_only=True, slots=True)
+class State:
+    """What a checkpoint carries beside tensors. The step is also the position in the data."""
+
+    step: int = 0
+    samples: int = 0
+    timed_samples: int = 0  # of samples_per_s in the result, over all attempts
+    timed_s: float = 0.0
+
+
+def run_attempt(config: RunConfig, run: RunDir, attempt: AttemptDir, env: RankEnv) -> Outcome:
+    """Train until the end or until asked to stop; writes everything that `docs/architecture.md` lists.
+
+    Collective: every rank.
+    """
+    with contextlib.ExitStack() as stack:
+        if env.rank == 0:
+            stack.enter_context(lifeline.lock(run))
+        here = stack.enter_context(process.start(config, env))
+        report = Report(run, attempt, here, config)
+        loop = _Loop(config, run, attempt, here, report)
+        reason = loop.train()
+        outcome = Outcome.finished
+        if reason is None:
+            loop.finish()
+        else:
+            outcome = Outcome.drained if reason is StopReason.drain else Outcome.requeued
+        report.end(outcome, step=loop.state.step, checkpoint_step=loop.saved_step)
+        return outcome
+
+
+class _Loop:
+    """One attempt's model, optimizers, data and progress."""
+
+    def __init__(
+        self, config: RunConfig, run: RunDir, attempt: AttemptDir, here: process.Process, report: Report
+    ) -> None:
+        self._config, self._run, self._attempt, self._here, self._report = config, run, attempt, here, report
+        report.phase("planning")
+        splits = open_splits(config.data)
+        if splits["train"].rows < config.trainer.global_batch:
+            raise DataError(
+                f"trainer.global_batch={config.trainer.global_batch}: the train split has only "
+                f"{splits['train'].rows} samples; lower it"
+            )
+        self._test = self._batches(splits["test"])
+        self._val = self._batches(splits["val"]) if "val" in splits else None
+        self._train = self._batches(splits["train"], training=True)
+        self.total_steps = config.trainer.epochs * self._train.steps_per_epoch
+        if config.trainer.max_steps is not None:
+            self.total_steps = min(self.total_steps, config.trainer.max_steps)
+        model = build(config.model, config.data, seed=config.seed, device=here.device)
+        fuse_sparse(model, config.optimizer)
+        self._model = shard(model, config, run, here)
+        self._optimizers = Optimizers(self._model, config.optimizer)
+        self._pipeline = TrainPipelineSparseDist(
+            self._model, self._optimizers.combined, here.device, execute_all_batches=True
+        )
+        self._restore()
+        self._pulse = _Pulse(here)
+        self._window = Window()
+        self._first_timed_step = self.state.step + config.trainer.timing_warmup_steps + 1
+        self._clock_s = time.perf_counter()
+
+    def train(self) -> StopReason | None:
+        """Train to the end; the reason when somebody asked to stop first, and the run is saved.
+
+        Collective: every rank.
+        """
+        every = self._config.trainer.eval_every
+        reason = None
+        while self.state.step < self.total_steps and reason is None:
+            self._report.phase("training")
+            end = self.total_steps
+            if every:
+                end = min(end, (self.state.step // every + 1) * every)
+            reason = self._train_until(end)
+            if every and reason is None and self._val is not None and self.state.step % every == 0:
+                scores = self._evaluate(self._val)
+                if scores is not None:
+                    self._report.record(self.state.step, scores.as_record("val"))
+        if self.saved_step != self.state.step:
+            self._save()
+        return reason
+
+    def finish(self) -> None:
+        """Evaluate the test split and write the result.
+
+        Collective: every rank.
+        """
+        scores = self._evaluate(self._test)
+        if scores is None:
+            return
+        record = scores.as_record("test")
+        self._report.record(self.state.step, record)
+        speed = self.state.timed_samples / self.state.timed_s if self.state.timed_s else None
+        facts = {"step": self.state.step, "samples_per_s": speed, "world_size": self._here.env.world_size}
+        self._report.result({**facts, **record, **self._optimal()})
+
+    def _train_until(self, end: int) -> StopReason | None:
+        self._model.train()
+        batches = self._train.batches(self.state.step, end)
+        every = self._config.checkpoint.every
+        while self.state.step < end:
+            rate = self._optimizers.set_step(self.state.step)
+            output: Output = self._pipeline.progress(batches)
+            samples = self._train.num_samples(self.state.step)
+            self.state.step += 1
+            self.state.samples += samples
+            pulse = self._pulse.push(output, self._stop_requested(), step=self.state.step, samples=samples, rate=rate)
+            reason = self._take(pulse)
+            due = every and self.state.step % every == 0
+            if due or reason is not None or self.state.step == end:
+                reason = self._take(self._pulse.flush()) or reason
+            if due or reason is not None:
+                self._save()
+            if reason is not None:
+                return reason
+        return None
+
+    def _stop_requested(self) -> StopReason | None:
+        return self._attempt.stop_reason() if self._here.is_main else None
+
+    def _take(self, pulse: "Pulse | None") -> StopReason | None:
+        """Account for a step whose sums have arrived."""
+        if pulse is None:
+            return None
+        if not np.isfinite(pulse.loss):
+            last = f"the last checkpoint is of step {self.saved_step}" if self.saved_step else "there is no checkpoint"
+            raise TrainingError(
+                f"loss is {pulse.loss} at step {pulse.step}; {last}; lower optimizer.learning_rate, or give "
+                "optimizer.warmup_steps"
+            )
+        now_s = time.perf_counter()
+        step_s = now_s - self._clock_s if pulse.step >= self._first_timed_step else None
+        self._clock_s = now_s
+        self._window.add(samples=pulse.samples, loss=pulse.loss, positive_rate=pulse.positive_rate, step_s=step_s)
+        if step_s is not None:
+            self.state.timed_samples += pulse.samples
+            self.state.timed_s += step_s
+        if pulse.step % self._config.trainer.log_every == 0 or pulse.step == self.total_steps:
+            values = self._window.values()
+            self._window = Window()
+            self._report.record(pulse.step, {**values, "learning_rate": pulse.rate, **self._report.memory()})
+            self._report.progress(**{k: values[k] for k in ("loss", "ne", "samples_per_s")})
+        speed = self.state.timed_samples / self.state.timed_s if self.state.timed_s else None
+        left = (self.total_steps - pulse.step) * self._config.trainer.global_batch
+        self._report.progress(
+            step=pulse.step, total_steps=self.total_steps, seconds_left=left / speed if speed else None
+        )
+        return pulse.stop
+
+    def _save(self) -> None:
+        with self._stall("saving", then="training"):
+            checkpoint.save(
+                self._run, self.state.step, asdict(self.state), self._model, self._optimizers, self._config, self._here
+            )
+        self.saved_step: int | None = self.state.step
+
+    def _restore(self) -> None:
+        self._report.phase("restoring")
+        saved = checkpoint.restore(self._run, self._model, self._optimizers, self._config, self._here)
+        self.state = State(**saved) if saved else State()
+        self.saved_step = self.state.step if saved else None
+        logger.info("start_step=%d total_steps=%d", self.state.step, self.total_steps)
+        self._report.record(self.state.step, {"resumed_at_step": self.state.step})
+
+    @torch.no_grad()
+    def _evaluate(self, batches: GlobalBatches) -> Scores | None:
+        """Scores of a whole split, on rank 0; None elsewhere.
+
+        Collective: every rank.
+        """
+        with self._stall("evaluating", then="training"):
+            self._model.eval()
+            logits, labels = [], []
+            iterator = batches.batches(0, batches.steps_per_epoch)
+            for _ in range(batches.steps_per_epoch):
+                output: Output = self._pipeline.progress(iterator)
+                _, logits_B, labels_B, weights_B = output
+                logits.append(logits_B[weights_B > 0])
+                labels.append(labels_B[weights_B > 0])
+            return gather_predictions(logits, labels, self._here)
+
+    def _optimal(self) -> dict[str, float | None]:
+        """What a model that knows the teacher would score, where there is one."""
+        if self._config.data.kind is not DataKind.synthetic:
+            return {}
+        test = Synthetic(self._config.data, "test")
+        blocks = range(-(-test.rows // test.block_rows))
+        probability_N = np.concatenate([test.probabilities(b) for b in blocks])
+        labels_N = np.concatenate([test.read(b).labels_N for b in blocks])
+        best = score(np.log(probability_N) - np.log1p(-probability_N), labels_N)
+        return {"optimal_auc": best.auc, "optimal_ne": best.ne}
+
+    def _batches(self, source: Source, *, training: bool = False) -> GlobalBatches:
+        trainer, env = self._config.trainer, self._here.env
+        return GlobalBatches(
+            source,
+            self._config.data,
+            global_batch=trainer.global_batch if training else trainer.eval_global_batch or trainer.global_batch,
+            rank=env.rank,
+            world_size=env.world_size,
+            seed=self._config.seed if training else None,
+        )
+
+    @contextlib.contextmanager
+    def _stall(self, phase: str, *, then: str) -> Iterator[None]:
+        """Time that is not training: shown as its own phase, and left out of samples/s."""
+        self._report.phase(phase)
+        yield
+        self._report.phase(then)
+        self._clock_s = time.perf_counter()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pulse:
+    """What all ranks know of one step."""
+
+    step: int
+    samples: int
+    rate: float
+    loss: float
+    positive_rate: float
+    stop: StopReason | None
+
+
+class _Pulse:
+    """One all-reduce a step, in flight while the next step is computed."""
+
+    _REASONS = (None, StopReason.drain, StopReason.requeue)
+
+    def __init__(self, here: process.Process) -> None:
+        self._world_size = here.env.world_size
+        # The device's own backend on a GPU; on the CPU a group that no step uses, so that nothing queues behind it.
+        self._group = dist.group.WORLD if here.device.type == "cuda" else here.host_group
+        self._pending: tuple[torch.Tensor, dist.Work, dict[str, float]] | None = None
+
+    def push(self, output: Output, stop: StopReason | None, *, step: int, samples: int, rate: float) -> Pulse | None:
+        """Send the sums of a step; returns those of the step before, if any are in flight.
+
+        Collective: every rank.
+        """
+        loss, _, labels_B, weights_B = output
+        flag = torch.tensor(float(self._REASONS.index(stop)), device=loss.device)
+        sums = torch.stack([loss, (labels_B * weights_B).sum(), flag]).double()
+        previous = self.flush()
+        work = dist.all_reduce(sums, group=self._group, async_op=True)
+        self._pending = sums, work, {"step": step, "samples": samples, "rate": rate}
+        return previous
+
+    def flush(self) -> Pulse | None:
+        """Wait for what is in flight. Collective in effect: every rank calls it at the same step."""
+        if self._pending is None:
+            return None
+        sums, work, facts = self._pending
+        self._pending = None
+        work.wait()
+        loss, positive_rate, flag = sums.tolist()
+        return Pulse(
+            step=int(facts["step"]),
+            samples=int(facts["samples"]),
+            rate=facts["rate"],
+            loss=loss / self._world_size,
+            positive_rate=positive_rate / self._world_size,
+            stop=self._REASONS[int(flag)],
+        )

@@ -1,0 +1,71 @@
+"""One rank among the others: its device, its process groups, and how ranks come to one decision."""
+
+import contextlib
+import datetime
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from rechpc.config import Device, RunConfig
+from rechpc.errors import LaunchError
+from rechpc.topology import RankEnv
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """This rank's device and process groups; `host_group` moves CPU tensors whatever the device is."""
+
+    env: RankEnv
+    device: torch.device
+    host_group: dist.ProcessGroup
+
+    @property
+    def is_main(self) -> bool:
+        return self.env.rank == 0
+
+    def agree(self, decision: Any) -> Any:
+        """What rank 0 passes, on every rank.
+
+        Collective: every rank.
+        """
+        box = [decision]
+        dist.broadcast_object_list(box, src=0, group=self.host_group)
+        return box[0]
+
+    def gather(self, value: Any) -> list[Any] | None:
+        """The values of all ranks by rank, on rank 0; None elsewhere.
+
+        Collective: every rank.
+        """
+        box: list[Any] | None = [None] * self.env.world_size if self.is_main else None
+        dist.gather_object(value, box, dst=0, group=self.host_group)
+        return box
+
+
+@contextlib.contextmanager
+def start(config: RunConfig, env: RankEnv) -> Iterator[Process]:
+    """Join the process group, with the device of this rank.
+
+    Collective: every rank.
+    """
+    device = torch.device("cpu")
+    if config.cluster.device is Device.cuda:
+        if not torch.cuda.is_available():
+            raise LaunchError("cluster.device=cuda, but torch sees no GPU in this process; see the node's log")
+        # Slurm may give a task one GPU only, which is then number 0 whatever the local rank.
+        device = torch.device("cuda", env.local_rank if torch.cuda.device_count() > 1 else 0)
+        torch.cuda.set_device(device)
+    timeout = datetime.timedelta(seconds=config.trainer.collective_timeout_s)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, timeout=timeout)
+    try:
+        # A group of its own: collectives of the reports must not queue behind those of a step.
+        yield Process(env=env, device=device, host_group=dist.new_group(backend="gloo", timeout=timeout))
+    finally:
+        # Not on failure: peers that still wait in a collective would keep this rank waiting too.
+        if sys.exc_info()[0] is None:
+            dist.destroy_process_group()

@@ -1,0 +1,157 @@
+"""What a run tells the outside while it runs: metrics, heartbeat, TensorBoard events, and at the end its result.
+
+Rank 0 writes, the others call the same methods and do nothing. Nothing here is collective.
+"""
+
+import json
+import logging
+import os
+import resource
+import time
+from typing import Any
+
+import torch
+
+from rechpc.config import RunConfig
+from rechpc.rank.metrics import entropy
+from rechpc.rank.process import Process
+from rechpc.rundir import AttemptDir, Outcome, RunDir, write_json
+
+logger = logging.getLogger(__name__)
+
+_HEARTBEAT_S = 0.5
+
+
+class Report:
+    """Files of one attempt that rank 0 keeps up to date."""
+
+    def __init__(self, run: RunDir, attempt: AttemptDir, process: Process, config: RunConfig) -> None:
+        self._run = run
+        self._attempt = attempt
+        self._ordinal = attempt.ordinal
+        self._active = process.is_main
+        self._device = process.device
+        self._sparse = str(config.sharding.type)
+        self._progress: dict[str, Any] = {}
+        self._last_heartbeat_s = 0.0
+        self._metrics = None
+        self._events = None
+        if self._active:
+            self._metrics = _append(run)
+            self._events = _event_writer(run)
+
+    def phase(self, name: str) -> None:
+        """Say what the attempt is doing now."""
+        logger.info("phase=%s", name)
+        self._progress["phase"] = name
+        self._beat(now=True)
+
+    def progress(self, **values: Any) -> None:
+        """Say how far training has come; written at most twice a second."""
+        self._progress.update(values)
+        self._beat(now=False)
+
+    def record(self, step: int, values: dict[str, Any]) -> None:
+        """Append one record to `metrics.jsonl`, and its numbers to TensorBoard."""
+        if self._metrics is None:
+            return
+        record = {"attempt": self._ordinal, "step": step, "time_s": round(time.time(), 3), **values}
+        self._metrics.write(json.dumps(record, allow_nan=False) + "\n")
+        self._metrics.flush()
+        logger.info(" ".join(f"{k}={v:.6g}" if isinstance(v, float) else f"{k}={v}" for k, v in record.items()))
+        for key, value in values.items():
+            if self._events is not None and isinstance(value, int | float):
+                self._events.add_scalar(key, value, step)
+
+    def memory(self) -> dict[str, float]:
+        """Peak memory of rank 0 so far, under keys with units."""
+        peak = {"rank0_peak_rss_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1 << 20)}
+        if self._device.type == "cuda":
+            peak["rank0_peak_hbm_gib"] = torch.cuda.max_memory_allocated(self._device) / (1 << 30)
+        return peak
+
+    def end(self, outcome: Outcome, *, step: int, checkpoint_step: int | None, error: str | None = None) -> None:
+        """Write how the attempt ended."""
+        if not self._active:
+            return
+        if self._events is not None:
+            self._events.close()
+        self.phase("done")
+        write_json(
+            self._attempt.outcome_path,
+            {"outcome": outcome, "step": step, "checkpoint_step": checkpoint_step, "error": error},
+        )
+
+    def result(self, values: dict[str, Any]) -> None:
+        """Write the result of the run, which makes it finished."""
+        if self._active:
+            attempts = self._run.attempts()
+            started_s = json.loads(attempts[0].facts_path.read_text())["started_at_s"]
+            facts = {"attempts": len(attempts), "wall_s": round(time.time() - started_s, 1)}
+            write_json(self._run.result_path, {"state": "finished", **values, **facts})
+
+    def _beat(self, *, now: bool) -> None:
+        clock = time.monotonic()
+        if not self._active or not (now or clock - self._last_heartbeat_s >= _HEARTBEAT_S):
+            return
+        self._last_heartbeat_s = clock
+        path = self._attempt.heartbeat_path
+        temporary = path.with_name(".heartbeat.tmp")
+        # Without fsync, unlike everything else: it is worth nothing after a power loss.
+        temporary.write_text(json.dumps({**self._progress, "time_s": time.time()}))
+        os.rename(temporary, path)
+
+
+class Window:
+    """Loss, NE and speed since the last record, from sums over all ranks."""
+
+    def __init__(self) -> None:
+        self.samples = 0
+        self.timed_samples = 0
+        self.timed_steps = 0
+        self.timed_s = 0.0
+        self._loss_sum = 0.0
+        self._positives = 0.0
+
+    def add(self, *, samples: int, loss: float, positive_rate: float, step_s: float | None) -> None:
+        """One step; `step_s` is None where the step is not to be timed."""
+        self.samples += samples
+        self._loss_sum += samples * loss
+        self._positives += samples * positive_rate
+        if step_s is not None:
+            self.timed_samples += samples
+            self.timed_steps += 1
+            self.timed_s += step_s
+
+    def values(self) -> dict[str, float | None]:
+        """Means over the window, under keys with units."""
+        loss, base = self._loss_sum / self.samples, entropy(self._positives / self.samples)
+        return {
+            "loss": loss,
+            "ne": loss / base if base else None,
+            "samples_per_s": self.timed_samples / self.timed_s if self.timed_s else None,
+            "step_time_ms": 1000 * self.timed_s / self.timed_steps if self.timed_steps else None,
+        }
+
+
+def _append(run: RunDir) -> Any:
+    """`metrics.jsonl`, open for appending after the last complete line."""
+    file = open(run.metrics_path, "a+b")  # noqa: SIM115 - open as long as the report
+    if file.tell() and not _ends_with_newline(run):
+        file.write(b"\n")  # a killed writer left half a line
+    file.close()
+    return open(run.metrics_path, "a")  # noqa: SIM115
+
+
+def _ends_with_newline(run: RunDir) -> bool:
+    with open(run.metrics_path, "rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read(1) == b"\n"
+
+
+def _event_writer(run: RunDir) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415 - optional
+    except ImportError:
+        return None
+    return SummaryWriter(log_dir=str(run.tensorboard_path))  # type: ignore[no-untyped-call]
