@@ -140,7 +140,7 @@ class SparseFeature:
     """One categorical feature; several may share a table by naming it."""
 
     name: str = option(MISSING, "column of the data set")
-    rows: int = option(MISSING, "rows of its table: ids are 0 to rows - 1", low=1)
+    rows: int = option(MISSING, "rows of its table: ids are 0 to rows - 1", low=1, high=2**31 - 1)
     table: str | None = option(None, "table to share; null: a table of its own, named t_<name>")
     ids_per_sample: float = option(1.0, "mean ids in one sample (pooling factor), for the planner", low=0)
 

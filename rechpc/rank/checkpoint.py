@@ -279,7 +279,7 @@ def _load(
     return problem
 
 
-def _fill(part: Part, saved: dict[str, Any], files: dict[str, np.ndarray]) -> str | None:
+def _fill(part: Part, saved: dict[str, Any], files: dict[str, np.memmap[Any, np.dtype[np.uint8]]]) -> str | None:
     """Copy what the saved parts hold of this part; what is missing, if anything is."""
     dtype = str(part.tensor.dtype).removeprefix("torch.")
     if saved["dtype"] != dtype or tuple(saved["shape"]) != part.shape:

@@ -89,7 +89,8 @@ def learning_rate(config: OptimizerConfig, step: int, *, peak: float) -> float:
     if not config.decay_steps or done <= config.decay_start_step:
         return peak
     left = max(0, config.decay_start_step + config.decay_steps - done)
-    return max(config.min_learning_rate, peak * (left / config.decay_steps) ** config.decay_power)
+    scale: float = (left / config.decay_steps) ** config.decay_power
+    return max(config.min_learning_rate, peak * scale)
 
 
 def _sparse(config: OptimizerConfig) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:

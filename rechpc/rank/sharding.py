@@ -4,9 +4,10 @@ The plan is computed on rank 0 and travels to all ranks as text, so that a fresh
 reads from `plan.json` take the same way. The only file that imports the planner.
 """
 
-import json
+import contextlib
 import logging
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -251,17 +252,15 @@ def local_shards(tensor: torch.Tensor | ShardedTensor) -> list[tuple[tuple[int, 
     return [((0,) * tensor.dim(), tensor)]
 
 
-class _quiet_planner:  # noqa: N801 - used as a function
-    """Silence a log line for every proposal, and advice about planner parts that rechpc does not use."""
-
-    def __enter__(self) -> None:
-        self._logger = logging.getLogger("torchrec.distributed.planner")
-        self._level = self._logger.level
-        self._logger.setLevel(logging.ERROR)
-        self._warnings = warnings.catch_warnings()
-        self._warnings.__enter__()
-        warnings.simplefilter("ignore")
-
-    def __exit__(self, *exc: object) -> None:
-        self._warnings.__exit__(*exc)
-        self._logger.setLevel(self._level)
+@contextlib.contextmanager
+def _quiet_planner() -> Iterator[None]:
+    """Silence a log line for every proposal, and advice about parts of the planner that rechpc does not use."""
+    planner = logging.getLogger("torchrec.distributed.planner")
+    level = planner.level
+    planner.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        planner.setLevel(level)

@@ -112,6 +112,6 @@ def _bag_mean(values: np.ndarray, lengths_N: np.ndarray) -> np.ndarray:
     """Mean of the values of each bag, 0 for an empty one."""
     ends = np.cumsum(lengths_N)
     total = np.concatenate([np.zeros((1, *values.shape[1:])), np.cumsum(values, axis=0)])
-    sums = total[ends] - total[ends - lengths_N]
-    count = np.maximum(lengths_N, 1)
-    return sums / count.reshape(-1, *[1] * (values.ndim - 1))
+    count = np.maximum(lengths_N, 1).reshape(-1, *[1] * (values.ndim - 1))
+    mean: np.ndarray = (total[ends] - total[ends - lengths_N]) / count
+    return mean

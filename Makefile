@@ -1,0 +1,50 @@
+# The two commands: `make train` runs the main job on this machine, `make test` passes the tests.
+# Both set everything up first; `make setup` alone is idempotent and cached in .venv.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+LISTS := containers/cpu.txt containers/torchrec.txt tests/requirements.txt
+
+.PHONY: help setup train test test-fast lint clean
+
+help:
+	@echo "make train      set up, then train on the synthetic click log with 2 ranks"
+	@echo "make test       set up, then lint and run all tests"
+	@echo "make test-fast  the same without the tests that submit whole runs"
+	@echo "make lint       ruff, mypy, import-linter"
+	@echo "make setup      only set up: $(VENV), with the versions in containers/ and tests/requirements.txt"
+	@echo "make clean      remove $(VENV)"
+
+setup: $(READY)
+
+$(READY): pyproject.toml $(LISTS)
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "$$($(PYTHON) --version): expected Python 3.11 or newer; run make PYTHON=/path/to/python3.11 ..."; exit 2; }
+	@$(PYTHON) -c 'import ensurepip, venv' || \
+	  { echo "this Python cannot make a virtual environment; install it, on Debian with: apt install python3-venv"; exit 2; }
+	@echo "setting up $(VENV): this downloads about 300 MB once and takes a minute or two"
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -r containers/cpu.txt -r tests/requirements.txt
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps -r containers/torchrec.txt
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	@touch $@
+
+train: setup
+	$(BIN)/python -m rechpc.submit
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+test-fast: lint
+	$(BIN)/python -m pytest tests/unit tests/distributed
+
+test: lint
+	$(BIN)/python -m pytest
+
+clean:
+	rm -rf $(VENV)

@@ -1,0 +1,60 @@
+"""What a run was made of: a snapshot of the code, and a record of versions, place and time.
+
+The ranks import the snapshot, so that editing the checkout cannot change a queued run. Only the variables named
+here are recorded: an environment holds secrets.
+"""
+
+import os
+import platform
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import rechpc
+from rechpc.rundir import RunDir, write_json
+
+_PACKAGE = Path(rechpc.__file__).resolve().parent
+_DISTRIBUTIONS = ("hydra-core", "omegaconf", "submitit")
+_VARIABLES = ("CONDA_PREFIX", "LANG", "LOADEDMODULES", "ROCM_PATH", "SLURM_CLUSTER_NAME", "TZ", "VIRTUAL_ENV")
+
+
+def write(run: RunDir) -> None:
+    """Write `provenance.json` and copy this package to `code/`."""
+    shutil.copytree(_PACKAGE, run.code_path / "rechpc", ignore=shutil.ignore_patterns("__pycache__"))
+    write_json(run.provenance_path, _facts())
+
+
+def _facts() -> dict[str, Any]:
+    return {
+        "rechpc": rechpc.__version__,
+        **_git(),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "distributions": {name: metadata.version(name) for name in _DISTRIBUTIONS},
+        "user": os.environ.get("USER") or str(os.getuid()),
+        "host": socket.gethostname(),
+        "argv": sys.argv,
+        "written_at_s": time.time(),
+        "environment": {name: os.environ[name] for name in _VARIABLES if name in os.environ},
+    }
+
+
+def _git() -> dict[str, Any]:
+    """Commit of the checkout and whether it was edited since; nothing where this is no checkout, or git is absent."""
+    try:
+        # An installed package may lie inside the repository of something else, which does not track it.
+        _run_git("ls-files", "--error-unmatch", "__init__.py")
+        changes = _run_git("status", "--porcelain", "--", ".", "../conf")
+        return {"git_commit": _run_git("rev-parse", "HEAD"), "git_dirty": bool(changes)}
+    except (OSError, subprocess.SubprocessError):
+        return {}
+
+
+def _run_git(*arguments: str) -> str:
+    command = ["git", "-C", str(_PACKAGE), *arguments]
+    return subprocess.run(command, check=True, timeout=10, capture_output=True, text=True).stdout.strip()

@@ -1,0 +1,246 @@
+"""`python -m rechpc.status RUN_DIR`: where a run stands, from its directory alone.
+
+Works on a running, finished, half-written, copied or read-only directory. Exit status: 0 finished, 1 failed or
+lost, 2 no run directory, 3 anything else.
+"""
+
+import argparse
+import sys
+import time
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from rechpc.config import Launcher
+from rechpc.errors import ConfigError
+from rechpc.host import slurm
+from rechpc.rundir import AttemptDir, Outcome, RunDir, read_json
+
+_STALE_S = 60.0
+_STARTING_PHASES = ("starting", "planning", "restoring")
+
+
+class State(StrEnum):
+    """Where a run stands."""
+
+    queued = "queued"
+    starting = "starting"
+    running = "running"
+    finished = "finished"
+    drained = "drained"
+    requeued = "requeued"
+    failed = "failed"
+    lost = "lost"  # its process is gone and left no outcome
+    unknown = "unknown"  # silent, and not on this machine
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunStatus:
+    """What a run directory says; None where it says nothing (yet)."""
+
+    path: Path
+    state: State
+    num_attempts: int
+    job: slurm.Job | None
+    phase: str | None
+    heartbeat_age_s: float | None
+    step: int | None
+    total_steps: int | None
+    samples_per_s: float | None
+    loss: float | None
+    ne: float | None
+    seconds_left: float | None
+    checkpoint_step: int | None
+    error: str | None
+    log_path: Path | None
+    result: dict[str, Any]
+
+
+def read_status(run: RunDir) -> RunStatus:
+    """Where the run stands now; never raises for what is missing or torn in the directory."""
+    job, attempt = slurm.newest_job(run), current_attempt(run)
+    heartbeat = _read(attempt.heartbeat_path) if attempt else {}
+    outcome = _read(attempt.outcome_path) if attempt else {}
+    result = _read(run.result_path)
+    beat_at_s = heartbeat.get("time_s")
+    age_s = None if beat_at_s is None else max(0.0, time.time() - beat_at_s)
+    state = State.finished if result else _state(run, job, attempt, outcome, heartbeat, age_s)
+    error, log_path = _error(run, job, attempt, outcome, state)
+    return RunStatus(
+        path=run.path,
+        state=state,
+        num_attempts=len(_attempts(run)),
+        job=job,
+        phase=heartbeat.get("phase"),
+        heartbeat_age_s=age_s,
+        step=result.get("step", outcome.get("step", heartbeat.get("step"))),
+        total_steps=heartbeat.get("total_steps"),
+        samples_per_s=heartbeat.get("samples_per_s"),
+        loss=heartbeat.get("loss"),
+        ne=heartbeat.get("ne"),
+        seconds_left=heartbeat.get("seconds_left"),
+        checkpoint_step=next(iter(run.committed_steps()), None),
+        error=error,
+        log_path=log_path,
+        result=result,
+    )
+
+
+def current_attempt(run: RunDir) -> AttemptDir | None:
+    """The newest attempt, unless the newest submission came after it and has not started one yet."""
+    attempts, job = _attempts(run), slurm.newest_job(run)
+    if not attempts or job is None:
+        return attempts[-1] if attempts else None
+    # Clocks of a cluster differ, so its ids count; a process id may come again, but there the clock is the same.
+    same_id = job.launcher is Launcher.slurm and _is_of(attempts[-1], job)
+    return attempts[-1] if same_id or _started_at_s(attempts[-1]) >= job.submitted_at_s else None
+
+
+def progress(status: RunStatus) -> str:
+    """What the run does now, on one line."""
+    # A step says that it trains.
+    parts = [] if status.phase == "training" and status.step is not None else [status.phase or status.state]
+    if status.step is not None:
+        parts.append(f"step {status.step:,}" + (f"/{status.total_steps:,}" if status.total_steps else ""))
+    if status.samples_per_s is not None:
+        parts.append(f"{status.samples_per_s:,.0f} samples/s")
+    if status.loss is not None:
+        parts.append(f"loss {status.loss:.4f}")
+    if status.ne is not None:
+        parts.append(f"NE {status.ne:.4f}")
+    if status.seconds_left is not None and status.state is State.running:
+        parts.append(f"{duration(status.seconds_left)} left")
+    return "  ".join(parts)
+
+
+def result_line(result: dict[str, Any]) -> str:
+    """What a finished run reached, on one line."""
+    auc, ne, rate = result.get("test_auc"), result.get("test_ne"), result.get("samples_per_s")
+    parts = [f"test AUC undefined ({result.get('test_auc_undefined', 'no reason given')})"]
+    if auc is not None:
+        parts = [f"test AUC {auc:.4f}" + _of_possible(result.get("optimal_auc"))]
+    if ne is not None:
+        parts.append(f"NE {ne:.4f}" + _of_possible(result.get("optimal_ne")))
+    if rate is not None:
+        parts.append(f"{rate:,.0f} samples/s on {result.get('world_size', '?')} ranks")
+    return ", ".join(parts)
+
+
+def render(status: RunStatus) -> str:
+    """The text of the command: a line for everything that is known."""
+    silent = status.heartbeat_age_s is not None and status.heartbeat_age_s > _STALE_S
+    age = f"last heartbeat {duration(status.heartbeat_age_s or 0)} ago" if silent else ""
+    started = status.state in (State.starting, State.running, State.unknown)
+    rows = {
+        "run": str(status.path),
+        "state": status.state + (f": {age or 'no heartbeat'}" if status.state is State.unknown else ""),
+        "warning": age if started and status.state is not State.unknown else "",
+        "attempt": str(status.num_attempts or ""),
+        "job": "" if status.job is None else f"{status.job.job_id} ({status.job.launcher}, from {status.job.host})",
+        "progress": progress(status) if status.step is not None or started else "",
+        "checkpoint": "" if status.checkpoint_step is None else f"step {status.checkpoint_step:,}",
+        "result": result_line(status.result) if status.result else "",
+        "error": status.error or "",
+        "log": str(status.log_path or ""),
+    }
+    if status.state in (State.drained, State.requeued, State.failed, State.lost):
+        rows["continue"] = f"python -m rechpc.submit resume={status.path}"
+    return "\n".join(f"{name:11}{text}" for name, text in rows.items() if text)
+
+
+def duration(seconds: float) -> str:
+    """A length of time in its two largest units."""
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    units = [(days, "d"), (hours, "h"), (minutes, "min"), (seconds, "s")]
+    first = next((i for i, (n, _) in enumerate(units) if n), 3)
+    return " ".join(f"{n} {unit}" for n, unit in units[first : first + 2] if n) or "0 s"
+
+
+def _state(
+    run: RunDir,
+    job: slurm.Job | None,
+    attempt: AttemptDir | None,
+    outcome: dict[str, Any],
+    heartbeat: dict[str, Any],
+    age_s: float | None,
+) -> State:
+    if outcome.get("outcome") in list(Outcome):
+        return State(outcome["outcome"])
+    # An attempt that was started by hand says nothing about the job, nor the job about it.
+    alive = slurm.is_alive(job, run) if attempt is None or (job and _is_of(attempt, job)) else None
+    if alive is False:
+        return State.lost
+    if attempt is None:
+        return State.queued if alive or (job and job.launcher is Launcher.slurm) else State.unknown
+    if alive is None and (time.time() - _started_at_s(attempt) if age_s is None else age_s) > _STALE_S:
+        return State.unknown
+    return State.starting if heartbeat.get("phase", "starting") in _STARTING_PHASES else State.running
+
+
+def _error(
+    run: RunDir, job: slurm.Job | None, attempt: AttemptDir | None, outcome: dict[str, Any], state: State
+) -> tuple[str | None, Path | None]:
+    """The first failing rank's own error, and the log to read."""
+    if state not in (State.failed, State.lost):
+        return None, None
+    if attempt is None:
+        log_path = run.submission_path / f"{job.job_id if job else '*'}_0_log.err"
+        return "the job ended before its attempt began", log_path
+    if first := attempt.first_error():
+        return f"rank {first['rank']}: {' '.join(str(first['error']).split())}", attempt.rank_log_path(
+            int(first["rank"])
+        )
+    gone = "its processes are gone and left no outcome (killed, or the machine went down)"
+    return str(outcome.get("error") or gone), attempt.node_log_path(0)
+
+
+def _of_possible(optimum: float | None) -> str:
+    return "" if optimum is None else f" of {optimum:.4f} possible"
+
+
+def _attempts(run: RunDir) -> list[AttemptDir]:
+    try:
+        return run.attempts()
+    except ValueError:  # a copy that was cut off in an attempt.json
+        return []
+
+
+def _is_of(attempt: AttemptDir, job: slurm.Job) -> bool:
+    return attempt.name.rpartition(".")[0] == job.job_id
+
+
+def _started_at_s(attempt: AttemptDir) -> float:
+    return float(_read(attempt.facts_path).get("started_at_s", 0.0))
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """The object in a file; nothing where a copy left it out, cut it off or may not read it."""
+    try:
+        return read_json(path) or {}
+    except (OSError, ValueError):
+        return {}
+
+
+def _main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m rechpc.status", description=__doc__)
+    parser.add_argument("run_dir", help="run directory, as printed by rechpc.submit")
+    run_dir = parser.parse_args().run_dir
+    try:
+        status = read_status(RunDir.open(run_dir))
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return error.exit_status
+    except PermissionError as error:
+        print(f"{run_dir}: {error.strerror}; a run directory is private to the user who submitted it", file=sys.stderr)
+        return ConfigError.exit_status
+    print(render(status))
+    if status.state is State.finished:
+        return 0
+    return 1 if status.state in (State.failed, State.lost) else 3
+
+
+if __name__ == "__main__":
+    sys.exit(_main())

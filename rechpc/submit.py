@@ -1,0 +1,192 @@
+"""`python -m rechpc.submit`: check a run, write its directory, hand it to the launcher, follow it where it is local.
+
+Nothing is on disk before every check has passed, and nothing stays when the launcher refuses.
+"""
+
+import dataclasses
+import re
+import shlex
+import shutil
+import sys
+from pathlib import Path
+
+from rechpc import compose, memory
+from rechpc.config import CommandConfig, DataKind, Launcher, RunConfig, dump, load
+from rechpc.dataset import check_index, read_index
+from rechpc.errors import ConfigError, DataError
+from rechpc.follow import Interrupts, follow, shown
+from rechpc.host import provenance, slurm, task
+from rechpc.rundir import RunDir, write_text
+from rechpc.status import read_status, result_line
+
+HELP = """
+python -m rechpc.submit [GROUP=OPTION ...] [KEY=VALUE ...]
+
+Train a sharded DLRM. With no arguments: on this machine, 2 ranks, a synthetic click log.
+Ctrl-C saves the run and stops it; a second Ctrl-C kills it.
+
+Common overrides
+  cluster=slurm                   submit to Slurm instead of running here
+  job.ranks_per_node=3            ranks (GPUs) on each node; job.nodes=4 for more nodes
+  model=dlrm_dcnv2                another model
+  sharding=row_wise               how tables are spread over ranks
+  trainer.global_batch=4096       samples in one step, over all ranks
+  trainer.max_steps=200           stop early
+  experiment=criteo_8k data.path=DATA   real data, prepared with python -m rechpc.prepare
+  runs_root=DIR name=NAME         the run directory is DIR/NAME/RUN_ID
+
+  dry_run=true                    print what would be submitted, and the memory that tables take
+  resume=RUN_DIR                  continue a run, with job.*, checkpoint.*, sharding.* changed if need be
+  --cfg job                       print the composed configuration; all keys: rechpc/config.py
+
+See how a run stands with python -m rechpc.status RUN_DIR; README.md has a first real run.
+"""
+
+# What a resumed run may change: nothing that decides which samples it sees, or what it has learned from them.
+_RESUMABLE = re.compile(r"(job|checkpoint|sharding)\.\w+|trainer\.(max_steps|epochs|log_every|eval_every)")
+
+
+def main(command: CommandConfig, overrides: list[str]) -> int:
+    """Submit, resume or dry-run what the command line says; returns the exit status."""
+    if command.resume is None:
+        run, config = None, _with_absolute_paths(command)
+    else:
+        run = RunDir.open(command.resume)
+        config = _resumed(run, command, overrides)
+    _check_data(config)
+    planned = run or RunDir(Path(config.runs_root).expanduser().absolute() / config.name / "RUN_ID")
+    slurm.check(planned, config)
+    if command.dry_run:
+        print(_dry_run(planned, config))
+        return 0
+    interrupts = Interrupts()
+    run, job = _launch(run, config, overrides)
+    print(f"run         {shown(run.path)}")
+    print(f"job         {job.job_id} ({job.launcher}, from {job.host})")
+    print(f"status      python -m rechpc.status {shown(run.path)}", flush=True)
+    return follow(run, job, interrupts) if job.launcher is Launcher.local else 0
+
+
+def _launch(run: RunDir | None, config: RunConfig, overrides: list[str]) -> tuple[RunDir, slurm.Job]:
+    """Write the run directory (or the new configuration of a resumed run) and submit it; undone if that fails."""
+    new = run is None
+    run = run or RunDir.create(Path(config.runs_root), config.name)
+    before = None if new else run.config_path.read_text()
+    try:
+        if new:
+            provenance.write(run)
+        write_text(run.config_path, dump(config))
+        job = slurm.submit(task.HostTask(str(run.path)), run=run, config=config)
+    except BaseException:
+        if before is None:
+            shutil.rmtree(run.path)
+        else:
+            write_text(run.config_path, before)
+        raise
+    slurm.record(run, job, overrides)
+    return run, job
+
+
+def _with_absolute_paths(config: RunConfig) -> RunConfig:
+    """The same run from any working directory: ranks start elsewhere, and a resume may come from elsewhere."""
+    data, container = config.data, config.container
+    return dataclasses.replace(
+        config,
+        data=dataclasses.replace(data, path=_absolute(data.path), source=_absolute(data.source)),
+        container=dataclasses.replace(container, image=_absolute(container.image)),
+    )
+
+
+def _absolute(path: str | None) -> str | None:
+    return path and str(Path(path).expanduser().absolute())
+
+
+def _check_data(config: RunConfig) -> None:
+    """Raise ConfigError unless the prepared data set is there and fits; synthetic data was checked by validate."""
+    data, batch = config.data, config.trainer.global_batch
+    if data.kind is not DataKind.criteo:
+        return
+    if data.path is None:
+        raise ConfigError(
+            "data.path=null: data.kind=criteo needs a prepared data set; make one with "
+            "python -m rechpc.prepare data.source=DIR data.path=DATA and set data.path=DATA"
+        )
+    try:
+        index = read_index(Path(data.path))
+        check_index(index, data)
+    except DataError as error:
+        raise ConfigError(str(error)) from error
+    rows = {name: index.splits[name].rows if name in index.splits else 0 for name in ("train", "test")}
+    if rows["train"] < batch:
+        raise ConfigError(
+            f"trainer.global_batch={batch}: the train split of {data.path} has {rows['train']} samples, "
+            "fewer than one global batch; make it smaller"
+        )
+    if not rows["test"]:
+        raise ConfigError(
+            f"data.path={data.path}: the test split is empty, and a run ends with an evaluation; prepare one"
+        )
+
+
+def _resumed(run: RunDir, command: CommandConfig, overrides: list[str]) -> RunConfig:
+    """The configuration of a run to continue, with the overrides on top. Raises ConfigError when it cannot be."""
+    status = read_status(run)
+    if status.result:
+        raise ConfigError(
+            f"resume={run.path}: finished ({result_line(status.result)}); to train further, start a new run "
+            "with a larger trainer.epochs or trainer.max_steps"
+        )
+    if slurm.is_alive(status.job, run):
+        pid = status.job.pid if status.job else None
+        raise ConfigError(
+            f"resume={run.path}: still running as process {pid}; `kill {pid}` makes it save and stop, "
+            f"python -m rechpc.status {run.path} shows it"
+        )
+    config = load(run.config_path)
+    problems = []
+    for override in overrides:
+        key = override.partition("=")[0]
+        if key in ("resume", "dry_run"):
+            continue
+        if _RESUMABLE.fullmatch(key):
+            # The composed configuration holds the value already, parsed and of the right type.
+            section, name = key.split(".")
+            setattr(getattr(config, section), name, getattr(getattr(command, section), name))
+        else:
+            problems.append(f"{override}: {_why_refused(key)}")
+    if problems:
+        raise ConfigError("\n".join(problems))
+    config.validate()
+    return config
+
+
+def _why_refused(key: str) -> str:
+    allowed = "job.*, checkpoint.*, sharding.*, trainer.max_steps, .epochs, .log_every and .eval_every"
+    if re.fullmatch(r"\w+", key) and (compose.CONF_PATH / key).is_dir():
+        return f"a resumed run cannot change a whole group; it can change single keys: {allowed}"
+    return f"a resumed run keeps it, for it decides what is learned from which samples; it can change {allowed}"
+
+
+def _dry_run(run: RunDir, config: RunConfig) -> str:
+    """Everything that would be submitted, and the memory that it needs."""
+    if config.cluster.launcher is Launcher.slurm:
+        script = slurm.batch_script(run, config)
+        rendezvous = task.Rendezvous(host="NODE_0", port=0) if config.job.nodes > 1 else None
+    else:
+        script = f"none, cluster.launcher=local starts\n{slurm.local_command(run)}"
+        rendezvous = None
+    ranks = task.command(run, config, attempt_name="JOB_ID.0", rendezvous=rendezvous)
+    parts = {
+        "configuration": dump(config),
+        "batch script": script,
+        "ranks: started once per node by the host task, here node 0": shlex.join(ranks),
+        "memory of tables and optimizer": memory.report(config),
+    }
+    return "\n\n".join(f"# {title}\n{text.strip()}" for title, text in parts.items())
+
+
+if __name__ == "__main__":
+    try:
+        compose.run(main, HELP)
+    except KeyboardInterrupt:
+        sys.exit(130)
