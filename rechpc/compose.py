@@ -31,6 +31,8 @@ def run(main: Callable[[CommandConfig, list[str]], int], help_text: str) -> None
         print(f"{help_text.strip()}\n\n{_groups()}")
         sys.exit(0)
     try:
+        if {"-m", "--multirun"} & set(sys.argv[1:]):
+            raise ConfigError("--multirun: sweeps are not supported yet; submit the runs one by one")
         sys.exit(_hydra_main(main))
     except RechpcError as error:
         print(error, file=sys.stderr)
@@ -78,12 +80,11 @@ def typed(raw: DictConfig) -> CommandConfig:
 
 def _explain_hydra(error: Exception) -> str:
     """One line for what Hydra or OmegaConf says about an override."""
-    cause = error.__cause__
-    if isinstance(cause, OmegaConfBaseException):
-        error = cause
+    if match := re.search(r"Could not override '([^']+)'", str(error)):
+        return unknown_key(match[1])
+    if isinstance(error.__cause__, OmegaConfBaseException):
+        error = error.__cause__
     text = str(error)
-    if match := re.search(r"Could not override '([^']+)'|Key '([^']+)' is not in struct", text):
-        return unknown_key(match[1] or match[2])
     if match := re.search(r"Could not find '([\w/]+)/([^/']*)'", text):
         group, name = match.groups()
         return f"{group}={name}: no such option; expected one of {', '.join(_options(group))}"

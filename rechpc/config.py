@@ -303,6 +303,11 @@ def explain(error: OmegaConfBaseException) -> str:
 
 def unknown_key(key: str) -> str:
     """One line for a key that the schema does not have, with the nearest one that it has."""
+    parent = _field(key.rpartition(".")[0])
+    if parent is not None and str(parent.type).startswith("dict"):
+        return f"{key}: an entry that is not there yet; add it with +{key}=VALUE"
+    if _field(key) is not None:
+        return f"{key}: takes its entries one by one; add one with +{key}.NAME=VALUE"
     known = list(_keys(CommandConfig, ""))
     near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
     same_name = [k for k in known if k.rpartition(".")[2] == key.rpartition(".")[2]]
@@ -397,6 +402,8 @@ def _batch_rules(c: RunConfig) -> Iterator[str]:
                 f"{key}={batch}: {c.world_size} ranks ({c.job.nodes} x {c.ranks_per_node}) do not divide it; "
                 f"set {key}={nearest}"
             )
+    if c.data.kind is DataKind.synthetic and t.eval_every and not c.data.synthetic.val_rows:
+        yield f"trainer.eval_every={t.eval_every}: data.synthetic.val_rows=0 leaves nothing to evaluate; change one"
     rows = c.data.synthetic.train_rows
     if c.data.kind is DataKind.synthetic and rows < t.global_batch:
         yield (

@@ -38,26 +38,26 @@ class Interrupts:
 def follow(run: RunDir, job: slurm.Job, interrupts: Interrupts) -> int:
     """Show a local run until it has ended, pass Ctrl-C on to it, and return the exit status of the command."""
     line = _ProgressLine()
-    told = 0
-    killed_at: RunStatus | None = None
+    told = killed = False
     while slurm.is_alive(job, run):
         status = read_status(run)
         line.show(status)
         if interrupts.count:
             if not told:
                 line.say("saving, then stopping; press Ctrl-C again to kill it now")
-            told = told or 1
+            told = True
             # The attempt may not have begun yet; asking again changes nothing.
             if attempt := current_attempt(run):
                 attempt.request_stop(StopReason.drain)
-        if interrupts.count > 1 and killed_at is None:
-            killed_at = status
+        if interrupts.count > 1 and not killed:
+            killed = True
             _kill(job)
+            line.say("killed")
         time.sleep(_POLL_S)
     line.end()
     status = read_status(run)
-    if killed_at is not None and status.state is State.lost:
-        print(f"killed; {_lost_steps(status)}")
+    if killed and status.state is State.lost:
+        print(_lost_steps(status))
         _print_next(run, status)
         return _EXIT_INTERRUPTED
     return _report(run, status, interrupted=interrupts.count > 0)
@@ -89,8 +89,8 @@ class _ProgressLine:
         self.phase = phase
 
     def say(self, text: str) -> None:
-        self.end()
-        print(text, flush=True)
+        print(f"\n{text}" if self.tty else text, flush=True)  # below the live line, and below the ^C that was typed
+        self.open = False
 
     def end(self) -> None:
         if self.open:

@@ -122,6 +122,8 @@ def _check_data(config: RunConfig) -> None:
             f"trainer.global_batch={batch}: the train split of {data.path} has {rows['train']} samples, "
             "fewer than one global batch; make it smaller"
         )
+    if config.trainer.eval_every and not (index.splits["val"].rows if "val" in index.splits else 0):
+        raise ConfigError(f"trainer.eval_every={config.trainer.eval_every}: {data.path} has no val split; set it to 0")
     if not rows["test"]:
         raise ConfigError(
             f"data.path={data.path}: the test split is empty, and a run ends with an evaluation; prepare one"

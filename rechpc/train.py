@@ -1,7 +1,6 @@
 """`python -m rechpc.train RUN_DIR`: one rank, started by torchrun (by the host task, or by hand on a laptop)."""
 
 import argparse
-import json
 import logging
 import os
 import sys
@@ -9,10 +8,10 @@ import time
 import traceback
 import warnings
 
+from rechpc import lifeline
 from rechpc.config import load
 from rechpc.errors import RechpcError
-from rechpc.rank import lifeline
-from rechpc.rundir import AttemptDir, RunDir
+from rechpc.rundir import AttemptDir, RunDir, write_json
 from rechpc.topology import RankEnv
 
 logger = logging.getLogger(__name__)
@@ -29,10 +28,7 @@ def main() -> int:
     except RechpcError as error:
         print(error, file=sys.stderr)
         return error.exit_status
-    if arguments.attempt:
-        attempt = run.attempt(arguments.attempt)
-    else:
-        attempt = _attempt_by_hand(run, env)
+    attempt = run.attempt(arguments.attempt) if arguments.attempt else _attempt_by_hand(run, env)
     return _run(run, attempt, env, log_to_file=bool(arguments.attempt))
 
 
@@ -59,11 +55,11 @@ def _run(run: RunDir, attempt: AttemptDir, env: RankEnv, *, log_to_file: bool) -
         _quieten()
         logger.info("rank=%d world_size=%d import_s=%.1f", env.rank, env.world_size, time.monotonic() - started_s)
         loop.run_attempt(load(run.config_path), run, attempt, env)
-    except BaseException as error:  # noqa: BLE001 - whatever it is, it must be on disk before the peers notice
+    except BaseException as error:
         line = " ".join(str(error).split()) if isinstance(error, RechpcError) else f"{type(error).__name__}: {error}"
         text = traceback.format_exc()
         record = {"rank": env.rank, "time_s": time.time(), "error": line, "traceback": text}
-        attempt.error_path(env.rank).write_text(json.dumps(record))
+        write_json(attempt.error_path(env.rank), record)
         sys.stderr.write(text)
         return 1
     return 0

@@ -5,7 +5,6 @@ Knows the run directory and the environment; Slurm's words are in `rechpc.host.s
 `rechpc.host.container`. Never imports torch.
 """
 
-import ctypes
 import os
 import re
 import shlex
@@ -19,7 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
 
-from rechpc import topology
+from rechpc import lifeline, topology
 from rechpc.config import ContainerRuntime, Device, RunConfig, load
 from rechpc.errors import LaunchError
 from rechpc.host import container, slurm
@@ -28,8 +27,6 @@ from rechpc.rundir import AttemptDir, Outcome, RunDir, StopReason, read_json, wr
 _POLL_S = 0.1
 # Other nodes see what node 0 wrote through a shared file system that may cache "no such file" for a minute.
 _JOIN_TIMEOUT_S = 300.0
-_PR_SET_PDEATHSIG = 1
-_LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,7 +53,7 @@ class HostTask:
         config = load(run.config_path)
         here = slurm.placement(config.cluster.launcher, run)
         if here.parent_pid is not None:
-            _die_with(here.parent_pid)
+            lifeline.die_with(here.parent_pid)
         attempt, rendezvous = _begin(run, config, here)
         argv = command(run, config, attempt_name=attempt.name, node_rank=here.node_rank, rendezvous=rendezvous)
         log_path = attempt.node_log_path(here.node_rank)
@@ -198,7 +195,7 @@ def _run_ranks(
                 stderr=subprocess.STDOUT,
                 env=_base_environment(os.environ),
                 start_new_session=True,
-                preexec_fn=lambda: _die_with(me),
+                preexec_fn=lambda: lifeline.die_with(me),
             )
         except OSError as error:
             return f"{argv[0]}: cannot be started on {socket.gethostname()}: {error.strerror}; is it on the PATH there?"
@@ -250,10 +247,3 @@ def _ensure_outcome(attempt: AttemptDir, run: RunDir, error: str | None) -> None
         "error": error or "the ranks ended without an outcome",
     }
     write_json(attempt.outcome_path, facts)
-
-
-def _die_with(parent_pid: int) -> None:
-    """Have the kernel kill this process when its parent dies, so that SIGKILL above leaves nothing running below."""
-    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent_pid:
-        os._exit(1)  # it died before we asked

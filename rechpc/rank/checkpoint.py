@@ -30,7 +30,7 @@ from torchrec.distributed.types import ShardedTensor
 from rechpc.config import RunConfig
 from rechpc.errors import CheckpointError
 from rechpc.rank.optim import Optimizers
-from rechpc.rank.process import Process
+from rechpc.rank.process import Process, seed
 from rechpc.rank.sharding import local_shards
 from rechpc.rundir import RunDir, fsync_directory, read_json, write_json
 
@@ -272,7 +272,7 @@ def _load(
                 states["step"].fill_(float(manifest["step"]))
     rng = _rng_part(rank)
     if rng.name not in tensors:  # more ranks than were saved
-        torch.manual_seed(hash((config.seed, rank, manifest["step"])) % (1 << 63))
+        seed(config.seed, rank, step=manifest["step"])
         return None
     problem = _fill(rng, tensors[rng.name], files)
     torch.set_rng_state(rng.tensor)

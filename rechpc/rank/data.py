@@ -38,7 +38,7 @@ class Batch(Pipelineable):
     labels_B: torch.Tensor
     weights_B: torch.Tensor
 
-    def to(self, device: torch.device, non_blocking: bool = False) -> "Batch":  # noqa: FBT001, FBT002
+    def to(self, device: torch.device, non_blocking: bool = False) -> "Batch":
         """The same batch on another device (the pipeline calls this)."""
         return Batch(
             dense_BF=self.dense_BF.to(device, non_blocking=non_blocking),

@@ -9,16 +9,17 @@ import contextlib
 import logging
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 
+from rechpc import lifeline
 from rechpc.config import DataKind, RunConfig
 from rechpc.errors import DataError, TrainingError
-from rechpc.rank import checkpoint, lifeline, process
+from rechpc.rank import checkpoint, process
 from rechpc.rank.blocks import Source
 from rechpc.rank.data import GlobalBatches, open_splits
 from rechpc.rank.metrics import Scores, gather_predictions, score
@@ -41,6 +42,7 @@ class State:
     samples: int = 0
     timed_samples: int = 0  # of samples_per_s in the result, over all attempts
     timed_s: float = 0.0
+    window: Window = field(default_factory=Window)
 
 
 def run_attempt(config: RunConfig, run: RunDir, attempt: AttemptDir, env: RankEnv) -> Outcome:
@@ -71,6 +73,7 @@ class _Loop:
         self, config: RunConfig, run: RunDir, attempt: AttemptDir, here: process.Process, report: Report
     ) -> None:
         self._config, self._run, self._attempt, self._here, self._report = config, run, attempt, here, report
+        process.seed(config.seed, here.env.rank, step=0)
         report.phase("planning")
         splits = open_splits(config.data)
         if splits["train"].rows < config.trainer.global_batch:
@@ -80,6 +83,8 @@ class _Loop:
             )
         self._test = self._batches(splits["test"])
         self._val = self._batches(splits["val"]) if "val" in splits else None
+        if config.trainer.eval_every and self._val is None:
+            raise DataError(f"trainer.eval_every={config.trainer.eval_every}: there is no val split; set it to 0")
         self._train = self._batches(splits["train"], training=True)
         self.total_steps = config.trainer.epochs * self._train.steps_per_epoch
         if config.trainer.max_steps is not None:
@@ -93,7 +98,6 @@ class _Loop:
         )
         self._restore()
         self._pulse = _Pulse(here)
-        self._window = Window()
         self._first_timed_step = self.state.step + config.trainer.timing_warmup_steps + 1
         self._clock_s = time.perf_counter()
 
@@ -105,7 +109,6 @@ class _Loop:
         every = self._config.trainer.eval_every
         reason = None
         while self.state.step < self.total_steps and reason is None:
-            self._report.phase("training")
             end = self.total_steps
             if every:
                 end = min(end, (self.state.step // every + 1) * every)
@@ -134,6 +137,7 @@ class _Loop:
 
     def _train_until(self, end: int) -> StopReason | None:
         self._model.train()
+        self._report.phase("training")
         batches = self._train.batches(self.state.step, end)
         every = self._config.checkpoint.every
         while self.state.step < end:
@@ -149,6 +153,7 @@ class _Loop:
                 reason = self._take(self._pulse.flush()) or reason
             if due or reason is not None:
                 self._save()
+                self._report.phase("training")
             if reason is not None:
                 return reason
         return None
@@ -169,13 +174,13 @@ class _Loop:
         now_s = time.perf_counter()
         step_s = now_s - self._clock_s if pulse.step >= self._first_timed_step else None
         self._clock_s = now_s
-        self._window.add(samples=pulse.samples, loss=pulse.loss, positive_rate=pulse.positive_rate, step_s=step_s)
+        self.state.window.add(samples=pulse.samples, loss=pulse.loss, positive_rate=pulse.positive_rate, step_s=step_s)
         if step_s is not None:
             self.state.timed_samples += pulse.samples
             self.state.timed_s += step_s
         if pulse.step % self._config.trainer.log_every == 0 or pulse.step == self.total_steps:
-            values = self._window.values()
-            self._window = Window()
+            values = self.state.window.values()
+            self.state.window = Window()
             self._report.record(pulse.step, {**values, "learning_rate": pulse.rate, **self._report.memory()})
             self._report.progress(**{k: values[k] for k in ("loss", "ne", "samples_per_s")})
         speed = self.state.timed_samples / self.state.timed_s if self.state.timed_s else None
@@ -186,7 +191,7 @@ class _Loop:
         return pulse.stop
 
     def _save(self) -> None:
-        with self._stall("saving", then="training"):
+        with self._stall("saving"):
             checkpoint.save(
                 self._run, self.state.step, asdict(self.state), self._model, self._optimizers, self._config, self._here
             )
@@ -195,7 +200,7 @@ class _Loop:
     def _restore(self) -> None:
         self._report.phase("restoring")
         saved = checkpoint.restore(self._run, self._model, self._optimizers, self._config, self._here)
-        self.state = State(**saved) if saved else State()
+        self.state = State(**{**saved, "window": Window(**saved["window"])}) if saved else State()
         self.saved_step = self.state.step if saved else None
         logger.info("start_step=%d total_steps=%d", self.state.step, self.total_steps)
         self._report.record(self.state.step, {"resumed_at_step": self.state.step})
@@ -206,7 +211,7 @@ class _Loop:
 
         Collective: every rank.
         """
-        with self._stall("evaluating", then="training"):
+        with self._stall("evaluating"):
             self._model.eval()
             logits, labels = [], []
             iterator = batches.batches(0, batches.steps_per_epoch)
@@ -240,11 +245,10 @@ class _Loop:
         )
 
     @contextlib.contextmanager
-    def _stall(self, phase: str, *, then: str) -> Iterator[None]:
+    def _stall(self, phase: str) -> Iterator[None]:
         """Time that is not training: shown as its own phase, and left out of samples/s."""
         self._report.phase(phase)
         yield
-        self._report.phase(then)
         self._clock_s = time.perf_counter()
 
 

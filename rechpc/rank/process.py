@@ -3,6 +3,7 @@
 import contextlib
 import datetime
 import sys
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -44,6 +45,11 @@ class Process:
         box: list[Any] | None = [None] * self.env.world_size if self.is_main else None
         dist.gather_object(value, box, dst=0, group=self.host_group)
         return box
+
+
+def seed(seed: int, rank: int, *, step: int) -> None:
+    """Seed torch's generators of this process; unlike weights and samples, they may depend on the rank."""
+    torch.manual_seed(zlib.crc32(f"{seed}/{rank}/{step}".encode()))
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ import logging
 import os
 import resource
 import time
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -102,22 +103,22 @@ class Report:
         os.rename(temporary, path)
 
 
+@dataclass(kw_only=True, slots=True)
 class Window:
-    """Loss, NE and speed since the last record, from sums over all ranks."""
+    """Loss, NE and speed since the last record, from sums over all ranks; saved, so that a resume changes no record."""
 
-    def __init__(self) -> None:
-        self.samples = 0
-        self.timed_samples = 0
-        self.timed_steps = 0
-        self.timed_s = 0.0
-        self._loss_sum = 0.0
-        self._positives = 0.0
+    samples: int = 0
+    loss_sum: float = 0.0
+    positives: float = 0.0
+    timed_samples: int = 0
+    timed_steps: int = 0
+    timed_s: float = 0.0
 
     def add(self, *, samples: int, loss: float, positive_rate: float, step_s: float | None) -> None:
         """One step; `step_s` is None where the step is not to be timed."""
         self.samples += samples
-        self._loss_sum += samples * loss
-        self._positives += samples * positive_rate
+        self.loss_sum += samples * loss
+        self.positives += samples * positive_rate
         if step_s is not None:
             self.timed_samples += samples
             self.timed_steps += 1
@@ -125,7 +126,7 @@ class Window:
 
     def values(self) -> dict[str, float | None]:
         """Means over the window, under keys with units."""
-        loss, base = self._loss_sum / self.samples, entropy(self._positives / self.samples)
+        loss, base = self.loss_sum / self.samples, entropy(self.positives / self.samples)
         return {
             "loss": loss,
             "ne": loss / base if base else None,
@@ -140,7 +141,7 @@ def _append(run: RunDir) -> Any:
     if file.tell() and not _ends_with_newline(run):
         file.write(b"\n")  # a killed writer left half a line
     file.close()
-    return open(run.metrics_path, "a")  # noqa: SIM115
+    return open(run.metrics_path, "a")
 
 
 def _ends_with_newline(run: RunDir) -> bool:

@@ -5,6 +5,8 @@ the teacher knows. Every block is a pure function of (data.seed, split, block): 
 make any block, and no world size changes a sample.
 """
 
+import itertools
+
 import numpy as np
 
 from rechpc.config import DataConfig, SparseFeature
@@ -77,7 +79,7 @@ class _Teacher:
             raw_N += _bag_mean(self._effect[table][values], lengths_N)
             latents.append(_bag_mean(self._latent[table][values], lengths_N))
         # Neighbours in the list of features interact, which a model without products cannot express.
-        for left_ND, right_ND in zip(latents, latents[1:], strict=False):
+        for left_ND, right_ND in itertools.pairwise(latents):
             raw_N += _PAIR_WEIGHT * (left_ND * right_ND).sum(axis=1)
         return (raw_N - self._mean) * self._scale + _BASE_LOGIT
 

@@ -1,6 +1,7 @@
-"""A rank as a process of the operating system: how it dies, where its output goes, what it locks.
+"""A process and its parent: how it dies, where its output goes, what it locks.
 
-Used before torch is imported, which takes seconds; must not know torch.
+Each process of an attempt dies with the one that started it, so that SIGKILL anywhere leaves nothing running.
+Standard library only: ranks use it before torch is imported, which takes seconds.
 """
 
 import contextlib
@@ -17,6 +18,14 @@ from rechpc.errors import LaunchError
 from rechpc.rundir import RunDir
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_LIBC = ctypes.CDLL(None, use_errno=True)  # loaded here, for `die_with` also runs between fork and exec
+
+
+def die_with(parent_pid: int) -> None:
+    """Have the kernel kill this process when its parent dies."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:
+        os._exit(1)  # it died before we asked
 
 
 def detach_from_signals() -> None:
@@ -25,7 +34,7 @@ def detach_from_signals() -> None:
     torchrun ends its workers with SIGTERM when one fails, but the shell in front of it has it ignored; without the
     default action they would linger for its 30 s timeout. Nothing else may interrupt a step.
     """
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    die_with(os.getppid())
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     for ignored in (signal.SIGINT, signal.SIGUSR2):
         signal.signal(ignored, signal.SIG_IGN)

@@ -1,0 +1,154 @@
+"""Whole runs on this machine, as a user starts them: submit, submitit, host task, torchrun, ranks."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+CRITEO = Path(__file__).resolve().parents[3] / "shared/data/criteo_8k"
+SMALL = ["data.synthetic.train_rows=20000", "data.synthetic.test_rows=3001", "trainer.global_batch=512"]
+STEPS = -(-20_000 // 512)
+
+
+def command(*arguments: str, entry: str = "submit") -> list[str]:
+    return [sys.executable, "-m", f"rechpc.{entry}", *arguments]
+
+
+def run(*arguments: str, entry: str = "submit", status: int = 0) -> str:
+    done = subprocess.run(command(*arguments, entry=entry), capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == status, done.stdout + done.stderr
+    return done.stdout
+
+
+def only_run(root: Path) -> Path:
+    (path,) = root.glob("*/*")
+    return path
+
+
+def result(path: Path) -> dict[str, Any]:
+    return json.loads((path / "result.json").read_text())
+
+
+def checkpoint_digests(path: Path) -> list[str]:
+    newest = max((path / "checkpoints").iterdir())
+    return [file["sha256"] for file in json.loads((newest / "manifest.json").read_text())["files"]]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """A finished run and what submit printed."""
+    root = tmp_path_factory.mktemp("runs")
+    text = run(f"runs_root={root}", "checkpoint.every=15", "trainer.eval_every=20", *SMALL)
+    return only_run(root), text
+
+
+def test_a_run_ends_with_its_score_beside_the_best_possible_one(finished: tuple[Path, str]) -> None:
+    path, text = finished
+    found = result(path)
+
+    assert found["state"] == "finished"
+    assert found["step"] == STEPS
+    assert found["world_size"] == 2
+    assert found["attempts"] == 1
+    assert found["test_samples"] == 3001
+    assert 0.6 < found["test_auc"] < found["optimal_auc"]
+    assert found["test_ne"] > found["optimal_ne"]
+    assert found["samples_per_s"] > 0
+    assert f"test AUC {found['test_auc']:.4f} of {found['optimal_auc']:.4f} possible" in text
+    assert str(path) in text
+
+
+def test_every_record_has_attempt_and_step_and_keys_with_units(finished: tuple[Path, str]) -> None:
+    records = [json.loads(line) for line in (finished[0] / "metrics.jsonl").read_text().splitlines()]
+    steps = [record for record in records if "loss" in record]
+
+    assert all({"attempt", "step", "time_s"} <= record.keys() for record in records)
+    assert [record["step"] for record in steps] == [10, 20, 30, 40]
+    assert {"loss", "ne", "samples_per_s", "step_time_ms", "learning_rate", "rank0_peak_rss_gib"} <= steps[0].keys()
+    assert [record["step"] for record in records if "val_auc" in record] == [20, 40]
+
+
+def test_tensorboard_events_are_written(finished: tuple[Path, str]) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(finished[0] / "tensorboard"))
+    events.Reload()
+
+    assert [event.step for event in events.Scalars("loss")] == [10, 20, 30, 40]
+
+
+def test_status_reads_a_copy(finished: tuple[Path, str], tmp_path: Path) -> None:
+    copy = shutil.copytree(finished[0], tmp_path / "copy")
+
+    text = run(str(copy), entry="status")
+
+    assert "finished" in text
+    assert f"{result(copy)['test_auc']:.4f}" in text
+
+
+def test_run_directory_is_private_and_holds_its_own_code(finished: tuple[Path, str]) -> None:
+    path = finished[0]
+
+    assert path.stat().st_mode & 0o077 == 0
+    assert (path / "code/rechpc/train.py").is_file()
+    assert (path / "plan.txt").read_text().count("t_item") == 1
+
+
+def test_ctrl_c_saves_and_a_resume_ends_with_the_same_bits(finished: tuple[Path, str], tmp_path: Path) -> None:
+    arguments = [f"runs_root={tmp_path}", "checkpoint.every=15", "trainer.eval_every=20", *SMALL]
+    # A group of its own, to which the whole Ctrl-C goes, as from a terminal.
+    process = subprocess.Popen(
+        command(*arguments), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+    wait_for_step(tmp_path, 1)
+    os.killpg(process.pid, signal.SIGINT)
+    text, _ = process.communicate(timeout=120)
+    path = only_run(tmp_path)
+
+    assert process.returncode == 130, text
+    assert "resume" in text
+    assert "drained" in run(str(path), entry="status", status=3)
+
+    run(f"resume={path}")
+
+    assert result(path)["attempts"] == 2
+    assert result(path)["test_auc"] == result(finished[0])["test_auc"]
+    assert checkpoint_digests(path) == checkpoint_digests(finished[0])
+
+
+def wait_for_step(root: Path, step: int) -> None:
+    deadline = time.monotonic() + 90
+    while time.monotonic() < deadline:
+        for heartbeat in root.glob("*/*/attempts/*/heartbeat"):
+            if json.loads(heartbeat.read_text()).get("step", 0) >= step:
+                return
+        time.sleep(0.02)
+    pytest.fail(f"no heartbeat with step {step}")
+
+
+def test_a_finished_run_is_not_resumed(finished: tuple[Path, str]) -> None:
+    done = subprocess.run(command(f"resume={finished[0]}"), capture_output=True, text=True, timeout=60, check=False)
+
+    assert done.returncode == 2
+    assert "finished" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.skipif(not CRITEO.is_dir(), reason=f"needs the real Criteo rows in {CRITEO}")
+def test_one_epoch_over_real_criteo_rows_reaches_the_known_auc(tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    run("experiment=criteo_8k", f"data.source={CRITEO}", f"data.path={data}", entry="prepare")
+
+    run("experiment=criteo_8k", f"data.path={data}", f"runs_root={tmp_path / 'runs'}")
+
+    found = result(only_run(tmp_path / "runs"))
+    assert found["step"] == 150
+    assert found["test_samples"] == 391
+    assert found["test_auc"] >= 0.72
