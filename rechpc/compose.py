@@ -17,8 +17,9 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from rechpc.config import CommandConfig, explain, unknown_key
+from rechpc.config import CommandConfig
 from rechpc.errors import ConfigError, RechpcError
+from rechpc.rules import explain, unknown_key, validate
 
 _PACKAGE = Path(__file__).resolve().parent
 # In a wheel conf/ is package data, in a checkout it stands beside the package.
@@ -74,7 +75,7 @@ def typed(raw: DictConfig) -> CommandConfig:
     assert isinstance(config, CommandConfig)
     # What a resumed run is made of is in its own config.yaml; submit validates that with the overrides on top.
     if config.resume is None:
-        config.validate()
+        validate(config)
     return config
 
 

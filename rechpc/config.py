@@ -1,23 +1,14 @@
-"""The typed configuration: every key, its unit, its range, and the rules between keys.
+"""The typed configuration: every key, its unit, its range and its default.
 
-Hydra composes `conf/` against these classes on the login node; everything later reads the one resolved
-`config.yaml` with `load`. Must not know torch, Hydra, Slurm or the run directory.
+Hydra composes `conf/` against these classes on the login node; `rechpc.rules` says what must hold between the keys.
+Must not know anything else.
 """
 
-import dataclasses
-import difflib
-import math
-import re
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
-from pathlib import Path
 from typing import Any
 
-from omegaconf import MISSING, OmegaConf
-from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
-
-from rechpc.errors import ConfigError
+from omegaconf import MISSING
 
 
 def option(default: Any, doc: str, *, low: float | None = None, high: float | None = None) -> Any:
@@ -252,13 +243,6 @@ class RunConfig:
     def world_size(self) -> int:
         return self.job.nodes * self.ranks_per_node
 
-    def validate(self) -> None:
-        """Raise one ConfigError that lists every value out of range and every broken rule between keys."""
-        # The rules between keys assume values that are in range.
-        problems = list(_out_of_range(self, "")) or list(_broken_rules(self))
-        if problems:
-            raise ConfigError("\n".join(problems))
-
 
 @dataclass(kw_only=True, slots=True)
 class CommandConfig(RunConfig):
@@ -266,177 +250,3 @@ class CommandConfig(RunConfig):
 
     dry_run: bool = option(False, "print what would be submitted, and submit nothing")
     resume: str | None = option(None, "run directory to continue")
-
-
-def load(path: Path) -> RunConfig:
-    """The validated configuration in a `config.yaml`."""
-    try:
-        raw = OmegaConf.load(path)
-        config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(RunConfig), raw))
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}; expected a run directory with a config.yaml") from error
-    except OmegaConfBaseException as error:
-        raise ConfigError(f"{path}: {explain(error)}") from error
-    assert isinstance(config, RunConfig)
-    config.validate()
-    return config
-
-
-def dump(config: RunConfig) -> str:
-    """The YAML text of the run itself, without the keys that only the command line has."""
-    keys = [f.name for f in dataclasses.fields(RunConfig)]
-    return OmegaConf.to_yaml(OmegaConf.masked_copy(OmegaConf.structured(config), keys))
-
-
-def explain(error: OmegaConfBaseException) -> str:
-    """One line for a key or value that the schema refuses: the key, what was expected, a near name."""
-    key = error.full_key or str(error.key or "")
-    if isinstance(error, ConfigAttributeError | ConfigKeyError):
-        return unknown_key(key)
-    message = str(error.msg or error).splitlines()[0]
-    about = _field(re.sub(r"\[\d+\]", "", key)) if key else None
-    hint = f"; it is {about.metadata['doc']!r}" if about is not None and "doc" in about.metadata else ""
-    if about is not None and isinstance(about.default, int | float | str) and about.default != MISSING:
-        hint += f", by default {about.default}"
-    return f"{key}: {message}{hint}" if key else message
-
-
-def unknown_key(key: str) -> str:
-    """One line for a key that the schema does not have, with the nearest one that it has."""
-    parent = _field(key.rpartition(".")[0])
-    if parent is not None and str(parent.type).startswith("dict"):
-        return f"{key}: an entry that is not there yet; add it with +{key}=VALUE"
-    if _field(key) is not None:
-        return f"{key}: takes its entries one by one; add one with +{key}.NAME=VALUE"
-    known = list(_keys(CommandConfig, ""))
-    near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
-    same_name = [k for k in known if k.rpartition(".")[2] == key.rpartition(".")[2]]
-    hint = (same_name or near)[:1]
-    return f"{key}: no such key" + (f"; did you mean {hint[0]}?" if hint else "; --help lists the groups of keys")
-
-
-def _keys(section: type, prefix: str) -> Iterator[str]:
-    for f in dataclasses.fields(section):
-        yield prefix + f.name
-        if isinstance(f.type, type) and dataclasses.is_dataclass(f.type):
-            yield from _keys(f.type, f"{prefix}{f.name}.")
-
-
-def _field(key: str) -> "dataclasses.Field[Any] | None":
-    """The declaration of a dotted key, or None where there is none."""
-    section: Any = CommandConfig
-    found = None
-    for name in key.split("."):
-        found = next((f for f in dataclasses.fields(section) if f.name == name), None)
-        if found is None or not dataclasses.is_dataclass(found.type):
-            break
-        section = found.type
-    return found
-
-
-def _out_of_range(section: Any, prefix: str) -> Iterator[str]:
-    for f in dataclasses.fields(section):
-        value = getattr(section, f.name)
-        low, high = f.metadata.get("low"), f.metadata.get("high")
-        if dataclasses.is_dataclass(value):
-            yield from _out_of_range(value, f"{prefix}{f.name}.")
-        for key, element in _elements(f"{prefix}{f.name}", value):
-            if dataclasses.is_dataclass(element):
-                yield from _out_of_range(element, f"{key}.")
-            elif isinstance(element, int | float) and not isinstance(element, bool):
-                if not math.isfinite(element):
-                    yield f"{key}={element}: expected a finite number"
-                elif low is not None and element < low:
-                    yield f"{key}={element}: expected at least {low:g} ({f.metadata['doc']})"
-                elif high is not None and element > high:
-                    yield f"{key}={element}: expected at most {high:g} ({f.metadata['doc']})"
-
-
-def _elements(key: str, value: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, list):
-        yield from ((f"{key}[{i}]", element) for i, element in enumerate(value))
-    elif not dataclasses.is_dataclass(value):
-        yield key, value
-
-
-def _broken_rules(c: RunConfig) -> Iterator[str]:
-    """One line for every rule between keys that does not hold."""
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", c.name):
-        yield f"name={c.name!r}: expected letters, digits, '.', '_' or '-', at most 64; it names a directory"
-    fixed, asked = c.cluster.ranks_per_node, c.job.ranks_per_node
-    if fixed and asked and asked > fixed:
-        yield f"job.ranks_per_node={asked}: a node of this cluster has {fixed}; set job.ranks_per_node={fixed}"
-    if c.cluster.launcher is Launcher.local and c.job.nodes != 1:
-        yield f"job.nodes={c.job.nodes}: cluster=local has one node; set job.nodes=1 or choose a Slurm cluster"
-    if c.job.signal_lead_s >= 60 * c.job.time_limit_min:
-        yield (
-            f"job.signal_lead_s={c.job.signal_lead_s:g}: the run would be told to save before it starts; "
-            f"set it below the {60 * c.job.time_limit_min} s of job.time_limit_min={c.job.time_limit_min}"
-        )
-    if c.container.runtime is ContainerRuntime.apptainer and not c.container.image:
-        yield "container.image=null: container.runtime=apptainer needs an image; set container.image=/path/image.sif"
-    yield from _batch_rules(c)
-    yield from _model_rules(c)
-    yield from _data_rules(c.data)
-    o = c.optimizer
-    if o.decay_steps and o.decay_start_step < o.warmup_steps:
-        yield (
-            f"optimizer.decay_start_step={o.decay_start_step}: decay would begin before warm-up ends; "
-            f"set it to at least optimizer.warmup_steps={o.warmup_steps}"
-        )
-    if o.sparse is SparseOptimizer.rowwise_adagrad and c.sharding.type is ShardingType.column_wise:
-        yield (
-            "optimizer.sparse=rowwise_adagrad: each column shard would keep its own row state, so the model would "
-            "depend on the plan; choose sharding=row_wise or table_wise, or optimizer=adagrad"
-        )
-
-
-def _batch_rules(c: RunConfig) -> Iterator[str]:
-    t = c.trainer
-    batches = {"trainer.global_batch": t.global_batch, "trainer.eval_global_batch": t.eval_global_batch}
-    for key, batch in batches.items():
-        if batch and batch % c.world_size:
-            below, above = batch // c.world_size * c.world_size, -(-batch // c.world_size) * c.world_size
-            nearest = " or ".join(str(b) for b in (below, above) if b)
-            yield (
-                f"{key}={batch}: {c.world_size} ranks ({c.job.nodes} x {c.ranks_per_node}) do not divide it; "
-                f"set {key}={nearest}"
-            )
-    if c.data.kind is DataKind.synthetic and t.eval_every and not c.data.synthetic.val_rows:
-        yield f"trainer.eval_every={t.eval_every}: data.synthetic.val_rows=0 leaves nothing to evaluate; change one"
-    rows = c.data.synthetic.train_rows
-    if c.data.kind is DataKind.synthetic and rows < t.global_batch:
-        yield (
-            f"data.synthetic.train_rows={rows}: fewer samples than one global batch; "
-            f"set trainer.global_batch to at most {rows}, it is {t.global_batch}"
-        )
-
-
-def _model_rules(c: RunConfig) -> Iterator[str]:
-    m = c.model
-    if m.embedding_dim % 4:
-        yield f"model.embedding_dim={m.embedding_dim}: expected a multiple of 4, which FBGEMM's kernels need"
-    if not m.dense_layers or m.dense_layers[-1] != m.embedding_dim:
-        yield (
-            f"model.dense_layers={m.dense_layers}: the last width must be "
-            f"model.embedding_dim={m.embedding_dim}, for the interaction joins both"
-        )
-    if not m.over_layers or m.over_layers[-1] != 1:
-        yield f"model.over_layers={m.over_layers}: the last width must be 1, the logit"
-
-
-def _data_rules(d: DataConfig) -> Iterator[str]:
-    if not d.dense:
-        yield "data.dense=[]: expected at least one dense feature"
-    if not d.sparse:
-        yield "data.sparse=[]: expected at least one sparse feature"
-    names = [*d.dense, *(f.name for f in d.sparse)]
-    for name in sorted({n for n in names if names.count(n) > 1}):
-        yield f"data: feature {name!r} appears {names.count(name)} times; every feature needs a name of its own"
-    for table in d.tables().values():
-        for feature in table.features:
-            if feature.rows != table.rows:
-                yield (
-                    f"data.sparse: table {table.name!r} has {table.rows} rows for feature {table.features[0].name!r} "
-                    f"but {feature.rows} for {feature.name!r}; features that share a table need the same rows"
-                )

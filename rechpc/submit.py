@@ -11,11 +11,12 @@ import sys
 from pathlib import Path
 
 from rechpc import compose, memory
-from rechpc.config import CommandConfig, DataKind, Launcher, RunConfig, dump, load
+from rechpc.config import CommandConfig, DataKind, Launcher, RunConfig
 from rechpc.dataset import check_index, read_index
 from rechpc.errors import ConfigError, DataError
 from rechpc.follow import Interrupts, follow, shown
 from rechpc.host import provenance, slurm, task
+from rechpc.rules import dump, load, validate
 from rechpc.rundir import RunDir, write_text
 from rechpc.status import read_status, result_line
 
@@ -158,7 +159,7 @@ def _resumed(run: RunDir, command: CommandConfig, overrides: list[str]) -> RunCo
             problems.append(f"{override}: {_why_refused(key)}")
     if problems:
         raise ConfigError("\n".join(problems))
-    config.validate()
+    validate(config)
     return config
 
 

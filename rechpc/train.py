@@ -9,8 +9,8 @@ import traceback
 import warnings
 
 from rechpc import lifeline
-from rechpc.config import load
 from rechpc.errors import RechpcError
+from rechpc.rules import load
 from rechpc.rundir import AttemptDir, RunDir, write_json
 from rechpc.topology import RankEnv
 

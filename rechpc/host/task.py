@@ -19,9 +19,10 @@ from pathlib import Path
 from types import FrameType
 
 from rechpc import lifeline, topology
-from rechpc.config import ContainerRuntime, Device, RunConfig, load
+from rechpc.config import ContainerRuntime, Device, RunConfig
 from rechpc.errors import LaunchError
 from rechpc.host import container, slurm
+from rechpc.rules import load
 from rechpc.rundir import AttemptDir, Outcome, RunDir, StopReason, read_json, write_json
 
 _POLL_S = 0.1

@@ -6,8 +6,9 @@ import pytest
 from hydra.core.config_store import ConfigStore
 
 from rechpc import compose
-from rechpc.config import CommandConfig, dump
+from rechpc.config import CommandConfig
 from rechpc.host import provenance
+from rechpc.rules import dump
 from rechpc.rundir import RunDir, write_text
 
 STAND_IN = Path(__file__).with_name("stand_in")  # laid over the code of a run: its ranks, and a quick torchrun
