@@ -5,6 +5,7 @@ lost, 2 no run directory, 3 anything else.
 """
 
 import argparse
+import shutil
 import sys
 import time
 from dataclasses import dataclass
@@ -97,6 +98,17 @@ def current_attempt(run: RunDir) -> AttemptDir | None:
     return attempts[-1] if same_id or _started_at_s(attempts[-1]) >= job.submitted_at_s else None
 
 
+def shown(path: Path) -> str:
+    """A path as short as one can type it here."""
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
+
+
+def entry(name: str) -> str:
+    """How one types `python -m rechpc.<name>` here, where this Python need not be the one on the PATH."""
+    is_on_path = shutil.which("python") == sys.executable
+    return f"{'python' if is_on_path else shown(Path(sys.executable))} -m rechpc.{name}"
+
+
 def progress(status: RunStatus) -> str:
     """What the run does now, on one line."""
     # A step says that it trains.
@@ -145,7 +157,7 @@ def render(status: RunStatus) -> str:
         "log": str(status.log_path or ""),
     }
     if status.state in (State.drained, State.requeued, State.failed, State.lost):
-        rows["continue"] = f"python -m rechpc.submit resume={status.path}"
+        rows["continue"] = f"{entry('submit')} resume={shown(status.path)}"
     return "\n".join(f"{name:11}{text}" for name, text in rows.items() if text)
 
 
