@@ -13,6 +13,7 @@ from typing import Any
 
 from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
+from yaml import YAMLError
 
 from rechpc.config import (
     CommandConfig,
@@ -42,6 +43,8 @@ def load(path: Path) -> RunConfig:
         config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(RunConfig), raw))
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}; expected a run directory with a config.yaml") from error
+    except YAMLError as error:
+        raise ConfigError(f"{path}: not YAML: {' '.join(str(error).split())}") from error
     except OmegaConfBaseException as error:
         raise ConfigError(f"{path}: {explain(error)}") from error
     assert isinstance(config, RunConfig)

@@ -204,7 +204,7 @@ def _manifest(everything: list[dict[str, Any]], step: int, state: State, config:
 
 
 def _commit(temporary: Path, final: Path, manifest: dict[str, Any]) -> None:
-    write_json(temporary / _MANIFEST, manifest)
+    write_json(temporary / _MANIFEST, {**manifest, "sha256": _digest(manifest)})
     fsync_directory(temporary)
     if final.exists():  # the same step again, after a restore of an older one
         shutil.rmtree(final)
@@ -222,7 +222,14 @@ def _read_manifest(path: Path) -> tuple[dict[str, Any] | None, str | None]:
         return None, f"{_MANIFEST} is missing"
     if manifest.get("format") != _FORMAT:
         return None, f"{_MANIFEST} has format {manifest.get('format')!r}, expected {_FORMAT}"
+    if manifest.pop("sha256", None) != _digest(manifest):
+        return None, f"{_MANIFEST} does not have its checksum"
     return manifest, None
+
+
+def _digest(manifest: dict[str, Any]) -> str:
+    """Checksum of a manifest as JSON with sorted keys."""
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
 def _verify_files(path: Path, manifest: dict[str, Any], process: Process) -> str | None:

@@ -1,7 +1,10 @@
 """Every sample comes once an epoch, in an order that the seed alone decides."""
 
 import dataclasses
+import itertools
 import json
+import re
+from collections.abc import Iterable
 
 import numpy as np
 import pyarrow as pa
@@ -47,16 +50,20 @@ def samples(batch: Batch) -> list[int]:
     return numbers(block.take(np.flatnonzero(batch.weights_B.numpy())))
 
 
+def joined(lists: Iterable[list[int]]) -> list[int]:
+    return list(itertools.chain.from_iterable(lists))
+
+
 def global_batches(world_size: int, start: int, stop: int, **more) -> list[list[int]]:
     """The samples of each global batch, those of rank 0 first."""
     ranks = [of_rank(rank, world_size, **more) for rank in range(world_size)]
-    return [sum((samples(rank.batch(step)) for rank in ranks), []) for step in range(start, stop)]
+    return [joined(samples(rank.batch(step)) for rank in ranks) for step in range(start, stop)]
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_an_epoch_holds_every_row_once(world_size):
-    assert sorted(sum(global_batches(world_size, 0, STEPS), [])) == list(range(ROWS))
-    assert sorted(sum(global_batches(world_size, STEPS, 2 * STEPS), [])) == list(range(ROWS))
+    assert sorted(joined(global_batches(world_size, 0, STEPS))) == list(range(ROWS))
+    assert sorted(joined(global_batches(world_size, STEPS, 2 * STEPS))) == list(range(ROWS))
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
@@ -66,16 +73,16 @@ def test_a_global_batch_does_not_depend_on_the_number_of_ranks(world_size):
 
 def test_a_change_of_ranks_in_mid_epoch_loses_and_repeats_nothing():
     parts = [(2, 0, 7), (7, 7, 15), (3, 15, 19), (1, 19, STEPS)]
-    assert sum((global_batches(*part) for part in parts), []) == global_batches(1, 0, STEPS)
+    assert list(itertools.chain.from_iterable(global_batches(*part) for part in parts)) == global_batches(1, 0, STEPS)
 
 
 @pytest.mark.parametrize("block_rows", [1, 7, 42, 100, 1008, 1009, 5000])
 def test_rows_are_whole_and_come_once_wherever_blocks_end(block_rows):
-    assert sorted(sum(global_batches(3, 0, STEPS, block_rows=block_rows), [])) == list(range(ROWS))
+    assert sorted(joined(global_batches(3, 0, STEPS, block_rows=block_rows))) == list(range(ROWS))
 
 
 def test_every_epoch_has_an_order_of_its_own():
-    first, second, third = (sum(global_batches(1, n * STEPS, (n + 1) * STEPS), []) for n in range(3))
+    first, second, third = (joined(global_batches(1, n * STEPS, (n + 1) * STEPS)) for n in range(3))
     assert first != second != third != first
     assert first != sorted(first)
 
@@ -95,7 +102,7 @@ def test_a_step_has_the_same_samples_whatever_was_read_before():
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_evaluation_keeps_the_order_of_the_split(world_size, block_rows):
     found = global_batches(world_size, 0, STEPS, block_rows=block_rows, seed=None)
-    assert sum(found, []) == list(range(ROWS))
+    assert joined(found) == list(range(ROWS))
 
 
 @pytest.mark.parametrize("rows", [ROWS, 1000, 84, 5, 2, 1])
@@ -114,7 +121,7 @@ def test_weights_make_the_mean_over_ranks_the_mean_over_samples(world_size, rows
     ranks = [of_rank(rank, world_size, rows=rows) for rank in range(world_size)]
     for step in (0, ranks[0].steps_per_epoch - 1):
         batches = [rank.batch(step) for rank in ranks]
-        numbers_of_step = sum((samples(b) for b in batches), [])
+        numbers_of_step = joined(samples(b) for b in batches)
         assert len(numbers_of_step) == ranks[0].num_samples(step)
         means = [(b.dense_BF[:, 0] * b.weights_B).sum().item() for b in batches]
         assert np.mean(means) == pytest.approx(np.mean(numbers_of_step), rel=1e-5)
@@ -194,8 +201,9 @@ def test_a_null_is_not_taken_for_a_value(tmp_path, config, column):
     index = read_index(tmp_path)
     index.splits["train"].files[:] = [datasets.write_arrow(tmp_path / "nulls.arrow", batches)]
     write_index(tmp_path, index)
-    with pytest.raises(DataError, match=f"{name}.*null|null.*{name}"):
+    with pytest.raises(DataError) as error:
         first_batches(settings)
+    assert name in str(error.value).replace(str(tmp_path), "")
 
 
 def test_record_batches_of_another_size_are_refused(tmp_path, config):
@@ -210,7 +218,7 @@ def test_a_file_that_is_not_arrow_is_named(tmp_path, config):
     settings = prepared(tmp_path, config, of(config))
     path = tmp_path / "train-0.arrow"
     path.write_bytes(b"x" * path.stat().st_size)
-    with pytest.raises(DataError, match="train-0.arrow: not an Arrow file"):
+    with pytest.raises(DataError, match=r"train-0\.arrow: not an Arrow file"):
         open_splits(settings)
 
 
@@ -243,7 +251,9 @@ def test_a_data_set_for_other_tables_is_refused(tmp_path, config):
 
 
 def test_real_data_without_a_path_is_an_error(config):
-    with pytest.raises(DataError, match="data.path=null: expected a data set made by python -m rechpc.prepare"):
+    with pytest.raises(
+        DataError, match=re.escape("data.path=null: expected a data set made by python -m rechpc.prepare")
+    ):
         open_splits(dataclasses.replace(config, kind=DataKind.criteo))
 
 

@@ -1,91 +1,131 @@
-"""The index of a prepared data set: what does not fit it is said before anything starts."""
+"""The index of a prepared data set: read back as written, and checked against files and configuration."""
 
+import dataclasses
 import json
-from pathlib import Path
 
 import pytest
 
 from rechpc.config import DataConfig, DataKind, SparseFeature
-from rechpc.dataset import DataFile, Index, Split, check_index, read_index, write_index
+from rechpc.dataset import INDEX_NAME, DataFile, Index, Split, check_index, read_index, write_index
 from rechpc.errors import DataError
 
-CONFIG = DataConfig(kind=DataKind.criteo, path="D", dense=["I1"], sparse=[SparseFeature(name="C1", rows=100)])
+CONFIG = DataConfig(
+    kind=DataKind.criteo,
+    path="/data",
+    dense=["I1", "I2"],
+    sparse=[SparseFeature(name="C1", rows=100), SparseFeature(name="C2", rows=50)],
+)
 
 
 @pytest.fixture
-def data(tmp_path: Path) -> Path:
-    (tmp_path / "train.arrow").write_bytes(b"12345")
-    file = DataFile(name="train.arrow", rows=3, size_bytes=5, sha256="0")
-    write_index(
-        tmp_path,
-        Index(
-            block_rows=8,
-            dense=["I1"],
-            sparse_rows={"C1": 100},
-            ids_per_sample={"C1": 1.0},
-            dense_transform={"I1": {"min": 0.0}},
-            splits={"train": Split(files=[file], positives=1)},
-        ),
+def index(tmp_path) -> Index:
+    """An index at tmp_path, with the files that it names."""
+    files = [DataFile(name=f"train-{i}.arrow", rows=10 + i, size_bytes=100 + i, sha256="0" * 64) for i in range(2)]
+    for file in files:
+        (tmp_path / file.name).write_bytes(b"x" * file.size_bytes)
+    index = Index(
+        block_rows=8,
+        dense=["I1", "I2"],
+        sparse_rows={"C1": 100, "C2": 50},
+        ids_per_sample={"C1": 1.0, "C2": 2.5},
+        dense_transform={"I1": {"shift": 3.0}},
+        splits={"train": Split(files=files, positives=4), "val": Split(files=[], positives=0)},
     )
-    return tmp_path
+    write_index(tmp_path, index)
+    return index
 
 
-def test_an_index_is_read_as_it_was_written(data: Path) -> None:
-    index = read_index(data)
-
-    assert index.splits["train"].rows == 3
-    check_index(index, CONFIG)
+def edit(path, **changes) -> None:
+    raw = json.loads((path / INDEX_NAME).read_text())
+    (path / INDEX_NAME).write_text(json.dumps({**raw, **changes}))
 
 
-def test_no_index_names_the_command_that_makes_one(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"rechpc\.prepare"):
+def test_an_index_reads_back_as_it_was_written(tmp_path, index):
+    assert read_index(tmp_path) == index
+    assert {name: split.rows for name, split in index.splits.items()} == {"train": 21, "val": 0}
+
+
+def test_a_path_without_an_index_says_how_to_make_one(tmp_path):
+    with pytest.raises(DataError) as error:
+        read_index(tmp_path / "none")
+    assert str(error.value) == (
+        f"data.path={tmp_path / 'none'}: no {INDEX_NAME} there; expected a data set made by python -m rechpc.prepare"
+    )
+
+
+def test_a_missing_file_is_named(tmp_path, index):
+    (tmp_path / "train-1.arrow").unlink()
+    with pytest.raises(DataError) as error:
+        read_index(tmp_path)
+    assert str(error.value) == (
+        f"{tmp_path / 'train-1.arrow'}: is missing, the index says 101; prepare the data set again"
+    )
+
+
+@pytest.mark.parametrize("size", [0, 100, 102])
+def test_a_file_of_another_size_is_named(tmp_path, index, size):
+    (tmp_path / "train-1.arrow").write_bytes(b"x" * size)
+    with pytest.raises(DataError) as error:
+        read_index(tmp_path)
+    assert str(error.value) == (
+        f"{tmp_path / 'train-1.arrow'}: has {size} bytes, the index says 101; prepare the data set again"
+    )
+
+
+@pytest.mark.parametrize("found", [0, 2, "1", None])
+def test_another_format_is_refused(tmp_path, index, found):
+    edit(tmp_path, format=found)
+    with pytest.raises(DataError, match="not of format 1; prepare the data set again"):
         read_index(tmp_path)
 
 
-@pytest.mark.parametrize("content", [b"", b"1234567"])
-def test_a_file_of_another_size_is_named(data: Path, content: bytes) -> None:
-    (data / "train.arrow").write_bytes(content)
-
-    with pytest.raises(DataError, match=rf"train\.arrow: has {len(content)} bytes"):
-        read_index(data)
-
-
-def test_a_missing_file_is_named(data: Path) -> None:
-    (data / "train.arrow").unlink()
-
-    with pytest.raises(DataError, match=r"train\.arrow: is missing"):
-        read_index(data)
+@pytest.mark.parametrize("text", ["", "{", "\xff\xfe"])
+def test_an_index_that_is_no_json_is_named(tmp_path, index, text):
+    (tmp_path / INDEX_NAME).write_bytes(text.encode("latin-1"))
+    with pytest.raises(DataError, match=f"{INDEX_NAME}: cannot be read .*; prepare the data set again"):
+        read_index(tmp_path)
 
 
-def test_an_index_of_another_format_is_refused(data: Path) -> None:
-    raw = json.loads((data / "index.json").read_text())
-    (data / "index.json").write_text(json.dumps({**raw, "format": 99}))
-
-    with pytest.raises(DataError, match="not of format 1"):
-        read_index(data)
+def test_a_data_set_of_the_same_features_fits(index):
+    check_index(index, CONFIG)
 
 
-def test_a_cut_off_index_is_refused(data: Path) -> None:
-    text = (data / "index.json").read_text()
-    (data / "index.json").write_text(text[: len(text) // 2])
-
-    with pytest.raises(DataError, match="cannot be read"):
-        read_index(data)
+def changed(**values) -> DataConfig:
+    return dataclasses.replace(CONFIG, **values)
 
 
-@pytest.mark.parametrize(
-    ("sparse", "dense", "message"),
-    [
-        ([SparseFeature(name="C1", rows=50)], ["I1"], "'C1' has 50 rows, the data set was prepared for 100"),
-        ([SparseFeature(name="C2", rows=100)], ["I1"], r"not in the data set: \['C2'\]"),
-        ([SparseFeature(name="C1", rows=100)], ["I1", "I2"], r"not in the data set: \['I2'\]"),
-        ([SparseFeature(name="C1", rows=100)], [], r"not in the configuration: \['I1'\]"),
-    ],
-)
-def test_what_does_not_fit_the_configuration_is_named(
-    data: Path, sparse: list[SparseFeature], dense: list[str], message: str
-) -> None:
-    config = DataConfig(kind=DataKind.criteo, path="D", dense=dense, sparse=sparse)
+C1, C2 = CONFIG.sparse
+MISFITS = {
+    "other rows": (
+        changed(sparse=[C1, SparseFeature(name="C2", rows=51)]),
+        "data.sparse: feature 'C2' has 51 rows, the data set was prepared for 50",
+    ),
+    "a missing feature": (
+        changed(sparse=[C1, C2, SparseFeature(name="C3", rows=5)]),
+        "data.sparse: not in the data set: ['C3']",
+    ),
+    "a further feature": (changed(sparse=[C1]), "data.sparse: in the data set but not in the configuration: ['C2']"),
+    "a missing dense feature": (changed(dense=["I1", "I2", "I3"]), "data.dense: not in the data set: ['I3']"),
+    "a further dense feature": (
+        changed(dense=["I2"]),
+        "data.dense: in the data set but not in the configuration: ['I1']",
+    ),
+    "another order of dense features": (changed(dense=["I2", "I1"]), "data.dense: "),
+}
 
-    with pytest.raises(DataError, match=message):
-        check_index(read_index(data), config)
+
+@pytest.mark.parametrize("misfit", MISFITS)
+def test_a_data_set_that_does_not_fit_is_refused_in_one_line(index, misfit):
+    config, expected = MISFITS[misfit]
+    with pytest.raises(DataError) as error:
+        check_index(index, config)
+    (line,) = str(error.value).splitlines()
+    assert line.startswith(f"data.path=/data: {expected}")
+    assert line.endswith("; prepare it again with this configuration")
+
+
+def test_all_misfits_are_listed(index):
+    config = changed(dense=["I3"], sparse=[SparseFeature(name="C1", rows=7)])
+    with pytest.raises(DataError) as error:
+        check_index(index, config)
+    assert len(str(error.value).splitlines()) == 4

@@ -78,7 +78,12 @@ def test_ids_fit_their_tables_and_bags_have_the_mean_length():
     assert (block.bags["history"][0] == 0).any()
 
 
-@pytest.mark.parametrize("skew", [0.0, 0.5, 1.0, 1.05, 2.0, 3.0])
+def test_without_skew_all_ids_are_as_frequent():
+    counts = np.bincount(ids(one_table(1000, 0.0)), minlength=1000)
+    assert abs(counts - 200).max() < 6 * np.sqrt(200)
+
+
+@pytest.mark.parametrize("skew", [0.5, 1.0, 1.05, 2.0, 3.0])
 def test_ids_follow_the_power_law(skew):
     counts = np.sort(np.bincount(ids(one_table(1000, skew)), minlength=1000))[::-1]
     # The i-th most frequent id has about the mass of the law's density between i and i + 1.
