@@ -95,6 +95,8 @@ def check_index(index: Index, config: DataConfig) -> None:
             problems.append(f"data.{kind}: not in the data set: {sorted(missing)}")
         if unknown:
             problems.append(f"data.{kind}: in the data set but not in the configuration: {sorted(unknown)}")
+        elif kind == "dense" and not missing and have != want:
+            problems.append(f"data.{kind}: the data set has another order: {have}")
     if problems:
         where = f"data.path={config.path}"
         raise DataError("\n".join(f"{where}: {p}; prepare it again with this configuration" for p in problems))

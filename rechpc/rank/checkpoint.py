@@ -68,16 +68,13 @@ def save(
     """
     final = run.checkpoint_path(step)
     temporary = final.with_name(final.name + ".tmp")
-    if process.is_main:
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(mode=0o700)
-    process.agree(None)
+    _agree_on_failure(process, _empty_directory(temporary) if process.is_main else None, step)
     try:
         written: dict[str, Any] = _write_parts(
             temporary / f"rank-{process.env.rank:05d}.bin", model, optimizers, process
         )
     except OSError as error:
-        written = {"error": f"{error.filename or temporary}: {error.strerror}"}
+        written = {"error": f"{temporary}/rank-{process.env.rank:05d}.bin: {error.strerror}"}
     everything = process.gather(written)
     failure = None
     if everything is not None:
@@ -88,13 +85,33 @@ def save(
             _commit(temporary, final, _manifest(everything, step, state, config))
         except OSError as error:
             shutil.rmtree(temporary, ignore_errors=True)
-            failure = f"step {step}: checkpoint not written: {error}"
-    failure = process.agree(failure)
-    if failure:
-        raise CheckpointError(failure)
+            failure = str(error)
+    _agree_on_failure(process, failure, step)
     if process.is_main:
         for old in run.committed_steps()[config.checkpoint.keep :]:
-            shutil.rmtree(run.checkpoint_path(old))
+            # What cannot be removed is in nobody's way; the save itself is committed.
+            shutil.rmtree(run.checkpoint_path(old), onerror=_warn_not_removed)
+
+
+def _empty_directory(path: Path) -> str | None:
+    """Make an empty directory; what is in the way, if anything is."""
+    try:
+        shutil.rmtree(path, ignore_errors=True)
+        path.mkdir(mode=0o700)
+    except OSError as error:
+        return f"{path}: {error.strerror}"
+    return None
+
+
+def _agree_on_failure(process: Process, failure: str | None, step: int) -> None:
+    """Raise CheckpointError on every rank when rank 0 passes a failure."""
+    failure = process.agree(failure)
+    if failure:
+        raise CheckpointError(f"step {step}: checkpoint not written: {failure}")
+
+
+def _warn_not_removed(function: object, path: str, info: object) -> None:  # noqa: ARG001
+    logger.warning("path=%s not removed: %s", path, info)
 
 
 def restore(

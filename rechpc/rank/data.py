@@ -163,6 +163,7 @@ class ArrowSplit:
     def __init__(self, path: Path, index: Index, split: str) -> None:
         self.block_rows = index.block_rows
         self.rows = index.splits[split].rows
+        self._path = path
         self._sparse = list(index.sparse_rows)
         self._batches: list[tuple[pa.RecordBatchFileReader, int]] = []
         for file in index.splits[split].files:
@@ -176,6 +177,18 @@ class ArrowSplit:
         """Rows [block * block_rows, ...) of the split."""
         reader, index = self._batches[block]
         batch = reader.get_batch(index)
+        expected = min(self.block_rows, self.rows - block * self.block_rows)
+        if len(batch) != expected:
+            raise DataError(
+                f"{self._path}, block {block}: {len(batch)} rows, the index says {expected}; prepare it again"
+            )
+        for name in ("label", "dense", *self._sparse):
+            column = batch.column(name)
+            nested = pa.types.is_nested(column.type)
+            if column.null_count or (nested and column.flatten().null_count):
+                raise DataError(
+                    f"{self._path}, block {block}: column {name!r} has a null, expected none; prepare it again"
+                )
         labels_N = batch.column("label").to_numpy(zero_copy_only=False)
         dense = batch.column("dense")
         dense_NF = dense.flatten().to_numpy(zero_copy_only=False).reshape(len(labels_N), -1)

@@ -36,11 +36,11 @@ class Scores:
 def score(logits_N: np.ndarray, labels_N: np.ndarray) -> Scores:
     """Scores of logits against labels 0 and 1, in float64.
 
-    Raises TrainingError for a logit that is not a number: sorted, it would look like a perfect score.
+    Raises TrainingError for a logit that is not finite: a NaN, sorted, would look like a perfect score.
     """
     logits_N = logits_N.astype(np.float64)
-    if np.isnan(logits_N).any():
-        raise TrainingError(f"{int(np.isnan(logits_N).sum())} of {len(logits_N)} predictions are NaN")
+    if bad := int((~np.isfinite(logits_N)).sum()):
+        raise TrainingError(f"{bad} of {len(logits_N)} predictions are not finite; training has diverged")
     samples, positives = len(labels_N), int(labels_N.sum())
     if not samples:
         undefined = "no samples"

@@ -80,8 +80,8 @@ class Optimizers:
 def learning_rate(config: OptimizerConfig, step: int, *, peak: float) -> float:
     """The learning rate of a step, counted from 0.
 
-    Linear warm-up, a plateau, then polynomial decay to `min_learning_rate`, where it stays; the schedule of the
-    MLPerf DLRM reference (LRPolicyScheduler), whose step 1 is step 0 here.
+    Linear warm-up, a plateau, then polynomial decay to `min_learning_rate`, where it stays. Like LRPolicyScheduler of
+    the MLPerf DLRM reference, whose step 1 is step 0 here and whose plateau stays one step short of the peak.
     """
     done = step + 1
     if done < config.warmup_steps:
