@@ -1,6 +1,7 @@
 """The host task: what the launcher runs once on every node, outside the container.
 
-Also `python -m rechpc.host.task RUN_DIR`. It starts torchrun, turns signals into the stop file, and sees to it that an attempt never ends without an outcome.
+Also `python -m rechpc.host.task RUN_DIR`. It starts torchrun, turns signals into the stop file, and sees to it that an
+attempt never ends without an outcome.
 Knows the run directory and the environment; Slurm's words are in `rechpc.host.slurm`, Apptainer's in
 `rechpc.host.container`. Never imports torch.
 """
