@@ -9,14 +9,23 @@ import signal
 import sys
 import time
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import FrameType
 
 from rechpc.config import Launcher
 from rechpc.errors import LaunchError
 from rechpc.host import slurm
 from rechpc.rundir import RunDir, StopReason
-from rechpc.status import RunStatus, State, current_attempt, duration, progress, read_status, result_line
+from rechpc.status import (
+    RunStatus,
+    State,
+    current_attempt,
+    duration,
+    entry,
+    progress,
+    read_status,
+    result_line,
+    shown,
+)
 
 _POLL_S = 0.2
 _SLURM_POLL_S = 3.0  # each asks slurmctld
@@ -69,11 +78,6 @@ def follow(run: RunDir, job: slurm.Job, interrupts: Interrupts) -> int:
         _print_next(run, status)
         return _EXIT_INTERRUPTED
     return _report(run, status, interrupted=interrupts.count > 0)
-
-
-def shown(path: Path) -> str:
-    """A path as short as one can type it here."""
-    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 
 @dataclass(slots=True)
@@ -132,7 +136,7 @@ def _report(run: RunDir, status: RunStatus, *, interrupted: bool) -> int:
         return _EXIT_INTERRUPTED if interrupted else _EXIT_NOT_FINISHED
     rows = [f"{status.state}: {status.error}"]
     rows += [f"  log         {shown(status.log_path)}"] if status.log_path else []
-    rows += [f"  checkpoint  {_saved(status)}", f"  resume      python -m rechpc.submit resume={shown(run.path)}"]
+    rows += [f"  checkpoint  {_saved(status)}", f"  resume      {entry('submit')} resume={shown(run.path)}"]
     raise LaunchError("\n".join(rows))
 
 
@@ -140,13 +144,13 @@ def _print_next(run: RunDir, status: RunStatus) -> None:
     """Where the run is, and the commands that one may want now."""
     path = shown(run.path)
     print(f"  run         {path}")
-    print(f"  status      python -m rechpc.status {path}")
+    print(f"  status      {entry('status')} {path}")
     if run.tensorboard_path.is_dir():
         print(f"  curves      tensorboard --logdir {shown(run.tensorboard_path)}")
     if status.state is State.finished:
-        print("  another     python -m rechpc.submit model=dlrm_dcnv2 sharding=row_wise seed=2")
+        print(f"  another     {entry('submit')} model=dlrm_dcnv2 sharding=row_wise seed=2")
     else:
-        print(f"  resume      python -m rechpc.submit resume={path}")
+        print(f"  resume      {entry('submit')} resume={path}")
 
 
 def _saved(status: RunStatus) -> str:

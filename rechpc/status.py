@@ -5,6 +5,7 @@ lost, 2 no run directory, 3 anything else.
 """
 
 import argparse
+import shutil
 import sys
 import time
 from dataclasses import dataclass
@@ -72,8 +73,8 @@ def read_status(run: RunDir) -> RunStatus:
     said = slurm.state(job) if job and not result else None
     state = State.finished if result else _state(run, job, attempt, outcome, heartbeat, age_s)
     if said and not result:
-        state = _slurm_state(run, said, attempt, outcome, heartbeat)
-    error, log_path = _error(run, job, attempt, outcome, state)
+        state = _slurm_state(said, attempt, outcome, heartbeat)
+    error, log_path = _error(run, job, attempt, outcome, state, said)
     return RunStatus(
         path=run.path,
         state=state,
@@ -104,6 +105,17 @@ def current_attempt(run: RunDir) -> AttemptDir | None:
     # Clocks of a cluster differ, so its ids count; a process id may come again, but there the clock is the same.
     same_id = job.launcher is Launcher.slurm and _is_of(attempts[-1], job)
     return attempts[-1] if same_id or _started_at_s(attempts[-1]) >= job.submitted_at_s else None
+
+
+def shown(path: Path) -> str:
+    """A path as short as one can type it here."""
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
+
+
+def entry(name: str) -> str:
+    """How one types `python -m rechpc.<name>` here, where this Python need not be the one on the PATH."""
+    is_on_path = shutil.which("python") == sys.executable
+    return f"{'python' if is_on_path else shown(Path(sys.executable))} -m rechpc.{name}"
 
 
 def progress(status: RunStatus) -> str:
@@ -158,7 +170,7 @@ def render(status: RunStatus) -> str:
     if status.state in (State.drained, State.cancelled, State.failed, State.lost) or (
         status.state is State.requeued and status.job and status.job.launcher is Launcher.local
     ):
-        rows["continue"] = f"python -m rechpc.submit resume={status.path}"
+        rows["continue"] = f"{entry('submit')} resume={shown(status.path)}"
     return "\n".join(f"{name:11}{text}" for name, text in rows.items() if text)
 
 
@@ -194,7 +206,7 @@ def _state(
 
 
 def _slurm_state(
-    run: RunDir, said: slurm.JobState, attempt: AttemptDir | None, outcome: dict[str, Any], heartbeat: dict[str, Any]
+    said: slurm.JobState, attempt: AttemptDir | None, outcome: dict[str, Any], heartbeat: dict[str, Any]
 ) -> State:
     """Where a Slurm job stands: its queue knows whether it lives, the run directory what it does."""
     if said.name == "PENDING":
@@ -211,7 +223,12 @@ def _slurm_state(
 
 
 def _error(
-    run: RunDir, job: slurm.Job | None, attempt: AttemptDir | None, outcome: dict[str, Any], state: State
+    run: RunDir,
+    job: slurm.Job | None,
+    attempt: AttemptDir | None,
+    outcome: dict[str, Any],
+    state: State,
+    said: slurm.JobState | None,
 ) -> tuple[str | None, Path | None]:
     """The first failing rank's own error, and the log to read."""
     if state not in (State.failed, State.lost):
@@ -224,6 +241,11 @@ def _error(
         return f"rank {first['rank']}: {' '.join(str(first['error']).split())}", attempt.rank_log_path(
             int(first["rank"])
         )
+    if said and said.name == "TIMEOUT":
+        return (
+            "its time limit came before it had saved; raise job.time_limit_min, or job.signal_lead_s if a save takes "
+            "longer"
+        ), attempt.node_log_path(0)
     if given_up:
         return str(given_up), attempt.node_log_path(0)
     gone = "its processes are gone and left no outcome (killed, or the machine went down)"

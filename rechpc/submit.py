@@ -14,11 +14,11 @@ from rechpc import compose, memory
 from rechpc.config import CommandConfig, DataKind, Launcher, RunConfig
 from rechpc.dataset import check_index, read_index
 from rechpc.errors import ConfigError, DataError
-from rechpc.follow import Interrupts, follow, shown
+from rechpc.follow import Interrupts, follow
 from rechpc.host import container, provenance, slurm, task
 from rechpc.rules import dump, load, validate
 from rechpc.rundir import RunDir, write_text
-from rechpc.status import read_status, result_line
+from rechpc.status import entry, read_status, result_line, shown
 
 HELP = """
 python -m rechpc.submit [GROUP=OPTION ...] [KEY=VALUE ...]
@@ -73,7 +73,7 @@ def main(command: CommandConfig, overrides: list[str]) -> int:
     run, job = _launch(run, config, overrides)
     print(f"run         {shown(run.path)}")
     print(f"job         {job.job_id} ({job.launcher}, from {job.host})")
-    print(f"status      python -m rechpc.status {shown(run.path)}", flush=True)
+    print(f"status      {entry('status')} {shown(run.path)}", flush=True)
     return follow(run, job, interrupts) if job.launcher is Launcher.local or command.wait else 0
 
 

@@ -26,7 +26,7 @@ from pathlib import Path
 from types import FrameType
 
 from rechpc import lifeline, topology
-from rechpc.config import ContainerRuntime, Device, RunConfig
+from rechpc.config import ContainerRuntime, Device, JobConfig, RunConfig
 from rechpc.errors import LaunchError, RechpcError
 from rechpc.host import container, slurm
 from rechpc.rules import load
@@ -69,7 +69,7 @@ class HostTask:
             identifying.start()  # beside the run: it may have to read the whole image
         argv = command(run, config, attempt_name=attempt.name, node_rank=here.node_rank, rendezvous=rendezvous)
         log_path = attempt.node_log_path(here.node_rank)
-        error = _run_ranks(argv, log_path, attempt, stop, stop_timeout_s=config.job.stop_timeout_s)
+        error = _run_ranks(argv, log_path, attempt, stop, config.job)
         shutil.rmtree(_cache_path(attempt.name), ignore_errors=True)
         if here.node_rank == 0:
             _ensure_outcome(attempt, run, error)
@@ -228,7 +228,7 @@ def _free_port(attempt_name: str) -> int:
 
 
 def _run_ranks(
-    argv: list[str], log_path: Path, attempt: AttemptDir, stop: _StopSignals, *, stop_timeout_s: float
+    argv: list[str], log_path: Path, attempt: AttemptDir, stop: _StopSignals, limits: JobConfig
 ) -> str | None:
     """Start torchrun and wait for its end; one line on what went wrong on this node, if anything did."""
     me = os.getpid()
@@ -247,27 +247,41 @@ def _run_ranks(
             )
         except OSError as error:
             return f"{argv[0]}: cannot be started on {socket.gethostname()}: {error.strerror}; is it on the PATH there?"
-    if _wait(process, attempt, stop, stop_timeout_s=stop_timeout_s):
-        return f"the ranks did not end within job.stop_timeout_s={stop_timeout_s:g} and were killed"
+    if killed := _wait(process, attempt, stop, limits):
+        return killed
     return _exit_reason(attempt, log_path, process.returncode) if process.returncode else None
 
 
-def _wait(
-    process: "subprocess.Popen[bytes]", attempt: AttemptDir, stop: _StopSignals, *, stop_timeout_s: float
-) -> bool:
-    """Wait for torchrun, passing a stop on to the ranks; whether it had to be killed."""
+def _wait(process: "subprocess.Popen[bytes]", attempt: AttemptDir, stop: _StopSignals, limits: JobConfig) -> str | None:
+    """Wait for torchrun, passing a stop on to the ranks; why it had to be killed, if it had to."""
     kill_at: float | None = None
-    killed = False
+    killed: str | None = None
+    moved_at, seen = time.monotonic(), 0.0
     while process.poll() is None:
+        now = time.monotonic()
         if stop.reason is not None:
             attempt.request_stop(stop.reason)
         if kill_at is None and (attempt.stop_path.exists() or attempt.outcome_path.exists()):
-            kill_at = time.monotonic() + stop_timeout_s
-        if kill_at is not None and time.monotonic() > kill_at and not killed:
-            os.killpg(process.pid, signal.SIGKILL)  # the ranks have sessions of their own, and die with torchrun
-            killed = True
+            kill_at = now + limits.stop_timeout_s
+        if (beat := _modified_at(attempt.heartbeat_path)) != seen:
+            moved_at, seen = now, beat
+        if kill_at is not None and now > kill_at:
+            killed = killed or f"the ranks did not end within job.stop_timeout_s={limits.stop_timeout_s:g}"
+        elif now - moved_at > limits.hang_timeout_s:
+            killed = killed or f"no rank moved for job.hang_timeout_s={limits.hang_timeout_s:g}"
+        if killed:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # the ranks have sessions of their own, and die with torchrun
         time.sleep(_POLL_S)
-    return killed
+    return f"{killed}, and were killed" if killed else None
+
+
+def _modified_at(path: Path) -> float:
+    """When a file was last replaced, by the file system's clock; 0 before it is there."""
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
 
 
 def _exit_reason(attempt: AttemptDir, log_path: Path, status: int) -> str:

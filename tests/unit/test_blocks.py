@@ -1,4 +1,4 @@
-"""Blocks of rows: taking and padding rows, and the checks that stop a bad value before the model sees it."""
+"""Rows in memory stay whole, and no bad value gets past the check."""
 
 import numpy as np
 import pytest
@@ -6,85 +6,107 @@ import pytest
 from rechpc.config import SparseFeature
 from rechpc.errors import DataError
 from rechpc.rank.blocks import Block, check, concatenate, pad
-
-SPARSE = [SparseFeature(name="user", rows=10), SparseFeature(name="tags", rows=5)]
-DENSE = ["d0", "d1"]
+from tests.datasets import numbered, numbers
 
 
-def block() -> Block:
-    """Four rows; `tags` has bags of 2, 0, 1 and 3 ids."""
-    return Block(
-        labels_N=np.array([0, 1, 1, 0], dtype=np.int8),
-        dense_NF=np.arange(8, dtype=np.float32).reshape(4, 2),
-        bags={
-            "user": (np.ones(4, dtype=np.int32), np.array([1, 2, 3, 9])),
-            "tags": (np.array([2, 0, 1, 3], dtype=np.int32), np.array([0, 1, 2, 3, 4, 0])),
-        },
-    )
+@pytest.mark.parametrize(
+    "rows",
+    [[], [0], [19], [3, 3, 3], list(range(20)), list(range(19, -1, -1)), [8, 4, 0, 12, 16], [7, 0, 2, 7, 19, 1]],
+    ids=["none", "first", "last", "repeated", "all", "reversed", "empty bags", "any"],
+)
+def test_taken_rows_are_whole_and_in_the_given_order(rows):
+    assert numbers(numbered(np.arange(20)).take(np.array(rows, int))) == rows
 
 
-def test_taking_rows_takes_their_bags() -> None:
-    taken = block().take(np.array([3, 1, 0]))
-
-    assert taken.labels_N.tolist() == [0, 1, 0]
-    assert taken.dense_NF.tolist() == [[6, 7], [2, 3], [0, 1]]
-    assert taken.bags["user"][1].tolist() == [9, 2, 1]
-    assert taken.bags["tags"][0].tolist() == [3, 0, 2]
-    assert taken.bags["tags"][1].tolist() == [3, 4, 0, 0, 1]
+def test_bags_of_one_id_each_stay_with_their_rows_where_others_are_longer():
+    lengths_N = np.array([2, 0, 1], np.int32)  # as many ids as rows, but not one each
+    block = Block(np.zeros(3, np.int8), np.zeros((3, 1), np.float32), {"x": (lengths_N, np.array([10, 11, 30]))})
+    lengths_N, values = block.take(np.array([2, 0])).bags["x"]
+    assert (lengths_N.tolist(), values.tolist()) == ([1, 2], [30, 10, 11])
 
 
-def test_parts_joined_are_the_whole() -> None:
-    whole = block()
-    joined = concatenate([whole.take(np.array([0])), whole.take(np.array([1, 2])), whole.take(np.array([3]))])
-
-    assert joined.labels_N.tolist() == whole.labels_N.tolist()
-    assert joined.bags["tags"][0].tolist() == whole.bags["tags"][0].tolist()
-    assert joined.bags["tags"][1].tolist() == whole.bags["tags"][1].tolist()
+def test_concatenated_blocks_keep_rows_and_order():
+    blocks = [numbered(np.array(rows, int)) for rows in ([5, 1], [], [7], [0, 4, 8])]
+    assert numbers(concatenate(blocks)) == [5, 1, 7, 0, 4, 8]
+    assert numbers(concatenate(blocks[:1])) == [5, 1]
 
 
-def test_padding_adds_rows_without_ids() -> None:
-    padded = pad(block(), 6)
-
-    assert len(padded) == 6
-    assert padded.bags["tags"][0].tolist() == [2, 0, 1, 3, 0, 0]
-    assert padded.bags["tags"][1].tolist() == block().bags["tags"][1].tolist()
-    assert padded.dense_NF[4:].tolist() == [[0, 0], [0, 0]]
-
-
-def test_a_good_block_passes() -> None:
-    check(block(), SPARSE, DENSE, "here")
+def test_padding_adds_rows_without_values():
+    block = pad(numbered(np.array([3, 6])), 5)
+    assert block.labels_N.tolist() == [1, 0, 0, 0, 0]
+    assert block.dense_NF[2:].tolist() == [[0, 0]] * 3
+    assert {name: lengths_N[2:].tolist() for name, (lengths_N, _) in block.bags.items()} == {
+        "one": [0, 0, 0],
+        "many": [0, 0, 0],
+    }
+    assert numbers(block.take(np.array([0, 1]))) == [3, 6]
 
 
-@pytest.mark.parametrize("bad", [10, 2**31 - 1, -1])
-def test_an_id_outside_its_table_names_feature_value_and_row(bad: int) -> None:
-    found = block()
-    found.bags["user"][1][2] = bad
-
-    with pytest.raises(DataError, match=rf"here, row 2: id {bad} of sparse feature 'user', expected 0 to 9"):
-        check(found, SPARSE, DENSE, "here")
+def test_a_full_block_is_not_padded():
+    block = numbered(np.arange(4))
+    assert pad(block, 4) is block
 
 
-def test_a_bad_id_in_a_bag_names_the_row_of_the_bag() -> None:
-    found = block()
-    found.bags["tags"][1][2] = 5
+# The check
 
-    with pytest.raises(DataError, match="row 2: id 5 of sparse feature 'tags'"):
-        check(found, SPARSE, DENSE, "here")
+SPARSE = [SparseFeature(name="one", rows=20), SparseFeature(name="many", rows=20, ids_per_sample=1.5)]
+DENSE = ["plus", "minus"]
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_a_dense_value_that_is_not_finite_names_feature_and_row(bad: float) -> None:
-    found = block()
-    found.dense_NF[3, 1] = bad
+def bad_dense(value):
+    def spoil(block):
+        block.dense_NF[7, 1] = value
 
-    with pytest.raises(DataError, match=r"row 3: dense feature 'd1' is (nan|inf|-inf), expected a finite number"):
-        check(found, SPARSE, DENSE, "here")
+    return spoil
 
 
-@pytest.mark.parametrize("bad", [2, -1])
-def test_a_label_other_than_0_and_1_names_it(bad: int) -> None:
-    found = block()
-    found.labels_N[1] = bad
+def bad_label(value):
+    def spoil(block):
+        block.labels_N[7] = value
 
-    with pytest.raises(DataError, match=f"row 1: label {bad}, expected 0 or 1"):
-        check(found, SPARSE, DENSE, "here")
+    return spoil
+
+
+def bad_id(name, position, value):
+    def spoil(block):
+        block.bags[name][1][position] = value
+
+    return spoil
+
+
+# In "many", row 7 has the ids at positions 9 to 11, after row 6 with 2 and row 4 with none.
+BAD = {
+    "id as large as the table": (bad_id("one", 7, 20), "id 20 of sparse feature 'one', expected 0 to 19"),
+    "id far too large": (bad_id("many", 9, 2**31 - 1), "id 2147483647 of sparse feature 'many', expected 0 to 19"),
+    "last id of a bag": (bad_id("many", 11, 20), "id 20 of sparse feature 'many', expected 0 to 19"),
+    "negative id": (bad_id("one", 7, -1), "id -1 of sparse feature 'one', expected 0 to 19"),
+    "negative id in a bag": (bad_id("many", 10, -5), "id -5 of sparse feature 'many', expected 0 to 19"),
+    "NaN": (bad_dense(np.nan), "dense feature 'minus' is nan, expected a finite number"),
+    "inf": (bad_dense(np.inf), "dense feature 'minus' is inf, expected a finite number"),
+    "-inf": (bad_dense(-np.inf), "dense feature 'minus' is -inf, expected a finite number"),
+    "label 2": (bad_label(2), "label 2, expected 0 or 1"),
+    "label -1": (bad_label(-1), "label -1, expected 0 or 1"),
+}
+
+
+@pytest.mark.parametrize("bad", BAD)
+def test_a_bad_value_is_named_with_its_feature_and_row(bad):
+    spoil, message = BAD[bad]
+    block = numbered(np.arange(20))
+    spoil(block)
+    with pytest.raises(DataError) as error:
+        check(block, SPARSE, DENSE, "data x, block 3")
+    assert str(error.value).startswith(f"data x, block 3, row 7: {message}")
+
+
+def test_good_values_pass():
+    check(numbered(np.arange(20)), SPARSE, DENSE, "here")
+    check(numbered(np.arange(0)), SPARSE, DENSE, "no rows")
+    check(numbered(np.array([0, 4, 8])), SPARSE, DENSE, "no ids in a bag")
+
+
+def test_the_first_of_many_bad_values_is_named():
+    block = numbered(np.arange(20))
+    block.bags["one"][1][[3, 11, 15]] = [99, -1, 98]
+    with pytest.raises(DataError, match="row 3: id 99 "):
+        check(block, SPARSE, DENSE, "here")

@@ -100,7 +100,7 @@ def test_a_stopped_run_says_how_to_go_on(run, outcome):
     write_json(attempt.outcome_path, {"outcome": outcome, "step": 121, "checkpoint_step": 121, "error": None})
     now = status.read_status(run)
     assert (now.state, now.step) == (State(outcome), 121)
-    assert f"continue   python -m rechpc.submit resume={run.path}" in status.render(now)
+    assert f"-m rechpc.submit resume={run.path}" in status.render(now)
 
 
 def test_a_failed_run_shows_the_error_of_the_rank_that_failed_first(run):

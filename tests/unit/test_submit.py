@@ -322,7 +322,7 @@ def test_a_second_ctrl_c_kills_every_process_and_says_what_is_lost(terminal, tmp
 
 def test_a_sigterm_before_the_attempt_has_begun_drains_it_once_it_has(terminal, tmp_path):
     running = terminal("endless")
-    running.see(r"status +python -m rechpc.status")
+    running.see(r"status +\S+ -m rechpc.status")
     running.process.terminate()
     assert running.end() == 130
     assert only_run(tmp_path).attempts()[0].stop_reason() == "drain"
@@ -336,10 +336,11 @@ def test_a_failed_run_ends_with_the_first_error_its_log_and_the_way_back(tmp_pat
     done = subprocess.run(argv, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
     run = only_run(tmp_path).path.relative_to(tmp_path)
     assert done.returncode == 1
-    assert done.stderr.splitlines() == [
+    *lines, way_back = done.stderr.splitlines()
+    assert way_back.endswith(f"-m rechpc.submit resume={run}")
+    assert lines == [
         "failed: rank 1: DataError: id 7 is too large",
         f"  log         {next((tmp_path / run / 'attempts').iterdir()).relative_to(tmp_path)}/rank-00001.log",
         "  checkpoint  nothing saved yet",
-        f"  resume      python -m rechpc.submit resume={run}",
     ]
     assert "\r" not in done.stdout
