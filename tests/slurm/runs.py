@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import re
+import signal
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ SMALL = (
     "data.synthetic.test_rows=5003",
     "trainer.global_batch=1000",
     "checkpoint.every=20",
+    "sharding=row_wise",  # the planner's other choices depend on how ranks are spread over nodes
 )
 STEPS = 120
 ON_CLUSTER = (
@@ -86,7 +88,7 @@ class ClusterRun:
     def verdicts(self) -> str:
         return "\n".join(v.read_text() for v in sorted((self.path / "attempts").glob("*/verdict.json")))
 
-    def signal(self, name: str) -> None:
+    def send(self, name: str) -> None:
         self.cluster.check("scancel", f"--signal={name}", self.job_id)
 
     def ranks(self) -> dict[int, int]:
