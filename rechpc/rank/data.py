@@ -91,6 +91,10 @@ class GlobalBatches:
         """This rank's part of the global batches of steps [start, stop)."""
         return (self.batch(step) for step in range(start, stop))
 
+    def nothing(self) -> Batch:
+        """A batch of one empty row of weight 0, which leaves every weight as it is."""
+        return self._collate(pad(self._block(0, 0)[0].take(np.arange(0)), 1), 0, 0.0)
+
     def batch(self, step: int) -> Batch:
         """This rank's part of the global batch of a step. Raises DataError for a bad value."""
         epoch, index = divmod(step, self.steps_per_epoch)

@@ -26,7 +26,7 @@ from rechpc.rank.metrics import Scores, gather_predictions, score
 from rechpc.rank.model import Output, build
 from rechpc.rank.optim import Optimizers, fuse_sparse
 from rechpc.rank.report import Report, Window
-from rechpc.rank.sharding import shard
+from rechpc.rank.sharding import settle, shard
 from rechpc.rank.synthetic import Synthetic
 from rechpc.rundir import AttemptDir, Outcome, RunDir, StopReason
 from rechpc.topology import RankEnv
@@ -93,6 +93,7 @@ class _Loop:
         fuse_sparse(model, config.optimizer)
         self._model = shard(model, config, run, here)
         self._optimizers = Optimizers(self._model, config.optimizer)
+        settle(self._model, self._train.nothing().to(here.device))
         self._pipeline = TrainPipelineSparseDist(
             self._model, self._optimizers.combined, here.device, execute_all_batches=True
         )

@@ -29,6 +29,7 @@ from torchrec.distributed.types import (
 from rechpc import topology
 from rechpc.config import Device, RunConfig, ShardingType, SparseOptimizer, Table
 from rechpc.errors import ConfigError
+from rechpc.rank.data import Batch
 from rechpc.rank.model import WeightedLoss, init_table_shard
 from rechpc.rank.process import Process
 from rechpc.rundir import RunDir, read_json, write_json, write_text
@@ -68,6 +69,19 @@ def shard(model: WeightedLoss, config: RunConfig, run: RunDir, process: Process)
     )
     _init_tables(sharded, config)
     return sharded
+
+
+def settle(model: DistributedModelParallel, nothing: Batch) -> None:
+    """Take the gradient of nothing, so that every real step sums gradients in the same order.
+
+    Collective: every rank. DDP lays its buckets out anew after its first passes (with torch 2.13 after the second),
+    and on three or more ranks the layout decides the order in which an all-reduce adds up: the first steps after a
+    resume would differ in their last bits from the same steps of a run that was never stopped.
+    """
+    for _ in range(3):
+        loss, _ = model(nothing)
+        loss.backward()
+    model.zero_grad(set_to_none=True)
 
 
 def agree_on_plan(model: WeightedLoss, config: RunConfig, run: RunDir, process: Process) -> Plan:
