@@ -5,7 +5,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-LISTS := containers/cpu.txt containers/torchrec.txt tests/requirements.txt
+LISTS := containers/pins.txt containers/torchrec.txt tests/requirements.txt
 
 .PHONY: help setup train test test-fast lint clean
 
@@ -26,7 +26,7 @@ $(READY): pyproject.toml $(LISTS)
 	  { echo "this Python cannot make a virtual environment; install it, on Debian with: apt install python3-venv"; exit 2; }
 	@echo "setting up $(VENV): this downloads about 300 MB once and takes a minute or two"
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check -r containers/cpu.txt -r tests/requirements.txt
+	$(BIN)/pip install --quiet --disable-pip-version-check -r containers/pins.txt -r tests/requirements.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps -r containers/torchrec.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
 	@touch $@

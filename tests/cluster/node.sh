@@ -1,0 +1,9 @@
+#!/bin/sh
+# Start a compute node, or one that was killed again, as root in the machine. usage: node.sh n1|n2|n3
+# Each has a host name and a /tmp of its own; everything else they share, as with a home directory on a file server.
+set -eu
+exec unshare --mount --uts sh -c '
+  hostname "$1"
+  mount -t tmpfs -o mode=1777 tmpfs /tmp
+  exec slurmd -N "$1"
+' sh "$1"
