@@ -117,7 +117,7 @@ def up(cluster: Cluster) -> None:
         binds = {
             CHECKOUT: "/checkout:ro",
             parts.venv: f"{VENV}:ro",
-            parts.image: f"{IMAGE}:ro",
+            parts.images: f"{Path(IMAGE).parent}:ro",
             cluster.scratch: SCRATCH,
             cluster.path / "etc": "/etc/slurm",
             cluster.path / "log": "/var/log/slurm",

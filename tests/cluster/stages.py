@@ -54,7 +54,7 @@ class Parts:
 
     host: Path  # root file system of login node and compute nodes
     venv: Path  # their Python: what the launcher needs, no torch
-    image: Path  # for the ranks, on CPUs
+    images: Path  # a directory with the image for the ranks, on CPUs
 
 
 def build() -> Parts:
@@ -71,9 +71,9 @@ def build() -> Parts:
         project = tomllib.loads((CHECKOUT / "pyproject.toml").read_text())["project"]
         ranges = [*project["dependencies"], str(project["optional-dependencies"])]
         key = _key(base.name, wheels.name, *recipe, *ranges, _make_image)
-        image = _stage("image", key, lambda path: _make_image(path, host, base, wheels))
+        images = _stage("image", key, lambda path: _make_image(path, host, base, wheels))
         _remove_unused()
-    return Parts(host=host, venv=venv, image=image / "rechpc-cpu.sif")
+    return Parts(host=host, venv=venv, images=images)
 
 
 @contextmanager
@@ -164,7 +164,7 @@ def _debian(path: Path, suite: str, packages: str, *, sources: tuple[str, ...], 
 
 
 def debian_mirror() -> str:
-    """The address of the Debian archive in this machine's own apt configuration; raises BuildError where it has none."""
+    """The address of the Debian archive in this machine's apt configuration; raises BuildError where it has none."""
     if address := os.environ.get("RECHPC_DEBIAN_MIRROR"):
         return address
     for attempt in range(2):
@@ -251,8 +251,9 @@ def _make_image(path: Path, host: Path, base: Path, wheels: Path) -> None:
     with machine.running(here, tree=host, binds=binds):
         text = machine.run(here, script, user=_USER, env=variables, timeout_s=_TIMEOUT_S)
     print("\n".join(text.splitlines()[-2:]), flush=True)  # size and sha256
-    (output / "rechpc-cpu.sif").rename(path / "rechpc-cpu.sif")
-    shutil.rmtree(output)
+    for file in output.iterdir():
+        file.rename(path / file.name)
+    output.rmdir()
     shutil.rmtree(temporary)
 
 
