@@ -125,6 +125,9 @@ def up(cluster: Cluster) -> None:
         here = cluster.machine
         machine.start(here, tree=parts.host, binds=[f"{source}:{target}" for source, target in binds.items()])
         try:
+            readable = machine.command(here, ["test", "-r", "/checkout/rechpc/config.py"], user=_USER)
+            if subprocess.run(readable, check=False).returncode != 0:
+                raise MachineError(f"{CHECKOUT} is not readable for others, as user {_USER} is; chmod -R go+rX it")
             daemons = ["sh", "/checkout/tests/cluster/daemons.sh", *(["accounting"] if cluster.accounting else [])]
             machine.run(here, daemons, user="root", timeout_s=_START_TIMEOUT_S)
             if not machine.wait_for(lambda: node_states(cluster) == dict.fromkeys(NODES, "idle"), timeout_s=60):
