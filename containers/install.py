@@ -41,6 +41,7 @@ def main() -> None:
 
 
 def canonical(name: str) -> str:
+    """A distribution's name as indexes spell it."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
@@ -68,6 +69,7 @@ def installed() -> dict[str, str]:
 
 
 def good_enough(version: str | None, specifiers: str) -> bool:
+    """Whether a version is there and in the range; a build from source may call itself a pre-release."""
     try:
         return version is not None and SpecifierSet(specifiers).contains(Version(version), prereleases=True)
     except InvalidVersion:
@@ -79,7 +81,7 @@ def lacking(
 ) -> dict[str, str]:
     """The pins that are not there in a good enough version; raises SystemExit where a GPU's base brings no torch."""
     if arch == CPU:
-        return {name: version for name, version in pins.items() if found.get(name, "").partition("+")[0] != version}
+        return {name: version for name, version in pins.items() if not good_enough(found.get(name), f"=={version}")}
     if TORCH not in found:
         sys.exit(f"install.py: the base brings no torch for {sys.executable}; choose one that does, built for {arch}")
     wanted = {}
@@ -115,14 +117,12 @@ def check(pins: Mapping[str, str], ranges: Mapping[str, str], found: Mapping[str
     """What is wrong with this Python, a line each; prints the versions."""
     problems = []
     for name, pin in pins.items():
-        version = found.get(name)
+        version, accepted = found.get(name), f"=={pin}" if arch == CPU else ranges.get(name, "")
         if name == FBGEMM_CPU and arch != CPU:
-            continue  # under a name of its own; it is imported below
+            continue  # it has another name there, and is imported below
         print(f"{name:20} {version or 'missing':24} {'' if version == pin else f'pinned: {pin}'}")
-        good = version is not None and version.partition("+")[0] == pin if arch == CPU else True
-        if not good or not good_enough(version, ranges.get(name, "")):
-            expected = pin if arch == CPU else ranges.get(name) or "any version"
-            problems.append(f"{name}: {version or 'missing'}, expected {expected}")
+        if not good_enough(version, accepted):
+            problems.append(f"{name}: {version or 'missing'}, expected {accepted or 'any version'}")
     try:
         problems += check_imports(arch)
     except Exception as error:  # whatever a broken binary raises is what the reader of a failed build needs
@@ -137,16 +137,13 @@ def check_imports(arch: str) -> list[str]:
     torchrec = importlib.import_module("torchrec")
     bags = torchrec.KeyedJaggedTensor(keys=["a"], values=torch.arange(3), lengths=torch.tensor([1, 2]))
     assert bags.offsets().tolist() == [0, 1, 3]  # computed by fbgemm
+    variant = torch.version.hip or torch.version.cuda
     if arch == CPU:
-        return [f"torch {torch.__version__} is a GPU build; give pip the index of CPU wheels"] if gpu_of(torch) else []
+        return [f"torch {torch.__version__} is for GPUs; give pip an index of CPU wheels"] if variant else []
     if torch.version.hip is None:
         return [f"torch {torch.__version__} was not built for ROCm"]
     missing = set(arch.split(",")) - set(torch._C._cuda_getArchFlags().split())
     return [f"torch {torch.__version__} brings no code for {', '.join(sorted(missing))}"] if missing else []
-
-
-def gpu_of(torch: object) -> bool:
-    return bool(torch.version.cuda or torch.version.hip)  # type: ignore[attr-defined]
 
 
 if __name__ == "__main__":

@@ -94,7 +94,11 @@ class Cluster:
         )
 
     def check(
-        self, *argv: str, user: str = _USER, cwd: str | None = None, env: Mapping[str, str] | None = None,
+        self,
+        *argv: str,
+        user: str = _USER,
+        cwd: str | None = None,
+        env: Mapping[str, str] | None = None,
         timeout_s: float = 60.0,
     ) -> str:
         """What `argv` printed on the login node; an AssertionError with its messages where it failed."""
@@ -106,14 +110,14 @@ class Cluster:
 def up(cluster: Cluster) -> None:
     """Start `cluster` and wait until its nodes are idle; raises MachineError, and leaves nothing running then."""
     parts = stages.build()
-    with stages.lock():
+    with stages.lock(cluster.path.name):
         if cluster.is_up:
             return
         _prepare(cluster)
         binds = {
             CHECKOUT: "/checkout:ro",
             parts.venv: f"{VENV}:ro",
-            parts.image: f"{IMAGE}:ro",
+            parts.images: f"{Path(IMAGE).parent}:ro",
             cluster.scratch: SCRATCH,
             cluster.path / "etc": "/etc/slurm",
             cluster.path / "log": "/var/log/slurm",
@@ -121,6 +125,9 @@ def up(cluster: Cluster) -> None:
         here = cluster.machine
         machine.start(here, tree=parts.host, binds=[f"{source}:{target}" for source, target in binds.items()])
         try:
+            readable = machine.command(here, ["test", "-r", "/checkout/rechpc/config.py"], user=_USER)
+            if subprocess.run(readable, check=False).returncode != 0:
+                raise MachineError(f"{CHECKOUT} is not readable for others, as user {_USER} is; chmod -R go+rX it")
             daemons = ["sh", "/checkout/tests/cluster/daemons.sh", *(["accounting"] if cluster.accounting else [])]
             machine.run(here, daemons, user="root", timeout_s=_START_TIMEOUT_S)
             if not machine.wait_for(lambda: node_states(cluster) == dict.fromkeys(NODES, "idle"), timeout_s=60):
@@ -132,7 +139,7 @@ def up(cluster: Cluster) -> None:
 
 def down(cluster: Cluster) -> None:
     """Stop `cluster`, whatever state it is in."""
-    with stages.lock():
+    with stages.lock(cluster.path.name):
         machine.stop(cluster.machine)
 
 

@@ -65,14 +65,14 @@ case $step in
     mkdir -p "$state/cgroup"
     mount_cgroup "$state/cgroup"
     group=$state/cgroup/${state##*/}
-    mkdir -p "$group/init"
+    mkdir -p "$group/outside" "$group/init"
     echo $$ >"$group/cgroup.procs"
     shift
     exec unshare --cgroup -- sh "$0" namespaces "$@"
     ;;
   namespaces)
-    # cgroup v2 wants processes in leaves only.
-    echo $$ >"$state/cgroup/${state##*/}/init/cgroup.procs"
+    # cgroup v2 wants processes in leaves only, and slurmd none from outside in the one it is started in.
+    echo $$ >"$state/cgroup/${state##*/}/outside/cgroup.procs"
     umount --lazy "$state/cgroup"
     shift
     net=--net
@@ -121,6 +121,7 @@ case $step in
       } >/etc/hosts
     fi
     ln -s "$(ls -d /sys/fs/cgroup/init /sys/fs/cgroup/freezer/init 2>/dev/null)" /run/init.cgroup
+    echo $$ >/run/init.cgroup/cgroup.procs
     : >/run/ready
     # Orphans need someone who waits for them.
     if command -v tini >/dev/null; then

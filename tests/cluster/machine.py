@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 _ENTER = Path(__file__).with_name("enter.sh")
-_TOOLS = ("unshare", "nsenter", "setpriv", "mount", "pivot_root", "ip")
+_TOOLS = ("unshare", "nsenter", "setpriv", "mount", "pivot_root")
 _USER_ID = 1000
 
 
@@ -39,7 +39,7 @@ def why_not() -> str | None:
         return f"{platform.system()} is not Linux"
     if os.geteuid() != 0:
         return "not root, which mounts and network namespaces need"
-    if missing := [tool for tool in _TOOLS[:-1] if shutil.which(tool) is None]:
+    if missing := [tool for tool in _TOOLS if shutil.which(tool) is None]:
         return f"{', '.join(missing)} missing; on Debian: apt install util-linux"
     probes = {
         "namespaces": "true",

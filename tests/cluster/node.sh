@@ -5,5 +5,9 @@ set -eu
 exec unshare --mount --uts sh -c '
   hostname "$1"
   mount -t tmpfs -o mode=1777 tmpfs /tmp
-  exec slurmd -N "$1"
-' sh "$1"
+  # With cgroup v2, slurmd moves everything that is in its own cgroup, and fails where one of those just ended.
+  group=$(readlink --canonicalize /run/init.cgroup)/../$1.$$
+  mkdir -p "$group"
+  echo $$ >"$group/cgroup.procs"
+  exec slurmd -D -N "$1"
+' sh "$1" >/dev/null 2>&1 </dev/null &

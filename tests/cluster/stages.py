@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import tomllib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -53,12 +54,12 @@ class Parts:
 
     host: Path  # root file system of login node and compute nodes
     venv: Path  # their Python: what the launcher needs, no torch
-    image: Path  # for the ranks, on CPUs
+    images: Path  # a directory with the image for the ranks, on CPUs
 
 
 def build() -> Parts:
     """Build what is missing; a second call takes milliseconds. Waits for another build on this machine."""
-    with lock():
+    with lock("build"):
         host = _stage("host", _key(_HOST_PACKAGES, _HERE / "apt-preferences", _make_host, _debian), _make_host)
         pins = (_CONTAINERS / "pins.txt").read_text()
         launcher = re.findall(r"^(?:hydra-core|omegaconf|submitit)==.*$", pins, re.MULTILINE)
@@ -67,21 +68,23 @@ def build() -> Parts:
         lists = [_CONTAINERS / "pins.txt", _CONTAINERS / "torchrec.txt"]
         wheels = _stage("wheels", _key(base.name, *lists, _make_wheels), lambda path: _make_wheels(path, base))
         recipe = [_CONTAINERS / name for name in ("rechpc.def", "build.sh", "install.py")]
-        key = _key(base.name, wheels.name, *recipe, CHECKOUT / "pyproject.toml", _make_image)
-        image = _stage("image", key, lambda path: _make_image(path, host, base, wheels))
+        project = tomllib.loads((CHECKOUT / "pyproject.toml").read_text())["project"]
+        ranges = [*project["dependencies"], str(project["optional-dependencies"])]
+        key = _key(base.name, wheels.name, *recipe, *ranges, _make_image)
+        images = _stage("image", key, lambda path: _make_image(path, host, base, wheels))
         _remove_unused()
-    return Parts(host=host, venv=venv, image=image / "rechpc-cpu.sif")
+    return Parts(host=host, venv=venv, images=images)
 
 
 @contextmanager
-def lock() -> Iterator[None]:
-    """One at a time builds, starts or stops; the kernel releases the lock of one that was killed."""
+def lock(name: str) -> Iterator[None]:
+    """One at a time: waits for another process; the kernel releases the lock of one that was killed."""
     CACHE.mkdir(parents=True, exist_ok=True)
-    with (CACHE / "lock").open("w") as file:
+    with (CACHE / f"{name}.lock").open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            print(f"waiting for another process to release {file.name}", flush=True)
+            print(f"test cluster: waiting for another process to release {file.name}", flush=True)
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
@@ -119,7 +122,7 @@ def _stage(name: str, key: str, make: Callable[[Path], None]) -> Path:
 
 
 def _remove_unused() -> None:
-    for path in CACHE.glob("*-*"):
+    for path in CACHE.glob("*-????????????"):
         if time.time() - path.stat().st_mtime > _KEEP_UNUSED_S:
             shutil.rmtree(path)
 
@@ -161,7 +164,7 @@ def _debian(path: Path, suite: str, packages: str, *, sources: tuple[str, ...], 
 
 
 def debian_mirror() -> str:
-    """The address of the Debian archive in this machine's own apt configuration; raises BuildError where it has none."""
+    """The address of the Debian archive in this machine's apt configuration; raises BuildError where it has none."""
     if address := os.environ.get("RECHPC_DEBIAN_MIRROR"):
         return address
     for attempt in range(2):
@@ -248,8 +251,9 @@ def _make_image(path: Path, host: Path, base: Path, wheels: Path) -> None:
     with machine.running(here, tree=host, binds=binds):
         text = machine.run(here, script, user=_USER, env=variables, timeout_s=_TIMEOUT_S)
     print("\n".join(text.splitlines()[-2:]), flush=True)  # size and sha256
-    (output / "rechpc-cpu.sif").rename(path / "rechpc-cpu.sif")
-    shutil.rmtree(output)
+    for file in output.iterdir():
+        file.rename(path / file.name)
+    output.rmdir()
     shutil.rmtree(temporary)
 
 
