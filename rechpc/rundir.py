@@ -72,12 +72,16 @@ class AttemptDir:
         return self.path / f"error-rank-{rank:05d}.json"
 
     def first_error(self) -> dict[str, Any] | None:
-        """What the rank that raised first wrote: the cause, where later ones only lost their peer."""
+        """What the rank that failed first left: the cause, where later ones only lost their peer.
+
+        A rank that was killed leaves its word through its host task, which takes longer than the peers do.
+        """
         records = []
         for path in self.path.glob("error-rank-*.json"):
             with contextlib.suppress(OSError, ValueError):  # a rank may be killed while it writes
                 records.append(read_json(path) or {})
-        return min((r for r in records if "rank" in r), key=lambda r: float(r["time_s"]), default=None)
+        found = (r for r in records if "rank" in r)
+        return min(found, key=lambda r: (not r.get("killed", False), float(r["time_s"])), default=None)
 
     @property
     def verdict_path(self) -> Path:

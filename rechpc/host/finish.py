@@ -81,7 +81,7 @@ def finish(run: RunDir, config: RunConfig, *, attempt: AttemptDir | None, launch
             "outcome": Outcome.failed,
             "step": int((read_json(attempt.heartbeat_path) or {}).get("step", 0)),
             "checkpoint_step": next(iter(run.committed_steps()), None),
-            "error": _error(attempt, launch_status),
+            "error": _error(attempt, f"srun ended with status {launch_status}"),
         }
         write_json(attempt.outcome_path, facts)
     verdict = decide(_history(run, until=attempt), max_attempts=config.job.max_attempts)
@@ -94,9 +94,10 @@ def finish(run: RunDir, config: RunConfig, *, attempt: AttemptDir | None, launch
     return verdict
 
 
-def _error(attempt: AttemptDir, launch_status: int) -> str:
+def _error(attempt: AttemptDir, otherwise: str | None) -> str | None:
+    """The first failing rank's own error: node 0, which wrote the outcome, may not have known it yet."""
     first = attempt.first_error()
-    return f"rank {first['rank']}: {first['error']}" if first else f"srun ended with status {launch_status}"
+    return f"rank {first['rank']}: {first['error']}" if first else otherwise
 
 
 def _history(run: RunDir, *, until: AttemptDir) -> list[Ended]:
@@ -111,7 +112,7 @@ def _history(run: RunDir, *, until: AttemptDir) -> list[Ended]:
                 outcome=Outcome(facts["outcome"]),
                 step=facts["step"],
                 progressed=end > _checkpoint_at_start(attempt),
-                error=facts["error"],
+                error=_error(attempt, facts["error"]),
             )
         )
     return history

@@ -69,7 +69,8 @@ class HostTask:
             identifying.start()  # beside the run: it may have to read the whole image
         argv = command(run, config, attempt_name=attempt.name, node_rank=here.node_rank, rendezvous=rendezvous)
         log_path = attempt.node_log_path(here.node_rank)
-        error = _run_ranks(argv, log_path, attempt, stop, config.job)
+        first_rank = here.node_rank * config.ranks_per_node
+        error = _run_ranks(argv, log_path, attempt, stop, config.job, first_rank=first_rank)
         shutil.rmtree(_cache_path(attempt.name), ignore_errors=True)
         if here.node_rank == 0:
             _ensure_outcome(attempt, run, error)
@@ -228,7 +229,7 @@ def _free_port(attempt_name: str) -> int:
 
 
 def _run_ranks(
-    argv: list[str], log_path: Path, attempt: AttemptDir, stop: _StopSignals, limits: JobConfig
+    argv: list[str], log_path: Path, attempt: AttemptDir, stop: _StopSignals, limits: JobConfig, *, first_rank: int
 ) -> str | None:
     """Start torchrun and wait for its end; one line on what went wrong on this node, if anything did."""
     me = os.getpid()
@@ -249,7 +250,9 @@ def _run_ranks(
             return f"{argv[0]}: cannot be started on {socket.gethostname()}: {error.strerror}; is it on the PATH there?"
     if killed := _wait(process, attempt, stop, limits):
         return killed
-    return _exit_reason(attempt, log_path, process.returncode) if process.returncode else None
+    if not process.returncode:
+        return None
+    return _exit_reason(attempt, log_path, process.returncode, first_rank=first_rank)
 
 
 def _wait(process: "subprocess.Popen[bytes]", attempt: AttemptDir, stop: _StopSignals, limits: JobConfig) -> str | None:
@@ -284,17 +287,23 @@ def _modified_at(path: Path) -> float:
         return 0.0
 
 
-def _exit_reason(attempt: AttemptDir, log_path: Path, status: int) -> str:
-    """One line for ranks that ended badly: the first error, else how torchrun says that one died."""
+def _exit_reason(attempt: AttemptDir, log_path: Path, status: int, *, first_rank: int) -> str:
+    """One line for ranks that ended badly: the first error, else how torchrun says that one died.
+
+    `first_rank` is the lowest rank of this node. Leaves the word of a rank that was killed and could not.
+    """
+    lines = [line for line in log_path.read_text(errors="replace").splitlines() if line.strip()][1:]
+    died = next(
+        (m for line in lines if (m := re.search(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+)", line))), None
+    )
+    if died and int(died[1]) < 0:
+        rank, name = first_rank + int(died[2]), signal.Signals(-int(died[1])).name
+        error = f"killed by {name} on {socket.gethostname()}" + "; out of memory?" * (name == "SIGKILL")
+        record = {"rank": rank, "time_s": time.time(), "error": error, "traceback": "", "killed": True}
+        if not attempt.error_path(rank).exists():
+            write_json(attempt.error_path(rank), record)
     if first := attempt.first_error():
         return f"rank {first['rank']}: {' '.join(str(first['error']).split())}"
-    lines = [line for line in log_path.read_text(errors="replace").splitlines() if line.strip()][1:]
-    for line in lines:
-        if match := re.search(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+)", line):
-            code, local_rank = int(match[1]), match[2]
-            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
-            hint = "; out of host memory?" if -code == signal.SIGKILL else ""
-            return f"local rank {local_rank} {how}{hint}"
     return f"torchrun ended with status {status}: " + (" | ".join(lines[-3:]) or f"{log_path} is empty")
 
 
