@@ -35,6 +35,8 @@ from rechpc.rundir import AttemptDir, Outcome, RunDir, StopReason, read_json, wr
 _POLL_S = 0.1
 # Other nodes see what node 0 wrote through a shared file system that may cache "no such file" for a minute.
 _JOIN_TIMEOUT_S = 300.0
+# Before the first step nobody knows how long a step takes: importing, reading and planning may take minutes.
+_START_TIMEOUT_S = 1800.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -259,7 +261,7 @@ def _wait(process: "subprocess.Popen[bytes]", attempt: AttemptDir, stop: _StopSi
     """Wait for torchrun, passing a stop on to the ranks; why it had to be killed, if it had to."""
     kill_at: float | None = None
     killed: str | None = None
-    moved_at, seen = time.monotonic(), 0.0
+    moved_at, seen, patience_s = time.monotonic(), 0.0, max(limits.hang_timeout_s, _START_TIMEOUT_S)
     while process.poll() is None:
         now = time.monotonic()
         if stop.reason is not None:
@@ -268,10 +270,12 @@ def _wait(process: "subprocess.Popen[bytes]", attempt: AttemptDir, stop: _StopSi
             kill_at = now + limits.stop_timeout_s
         if (beat := _modified_at(attempt.heartbeat_path)) != seen:
             moved_at, seen = now, beat
+            if "step" in (read_json(attempt.heartbeat_path) or {}):
+                patience_s = limits.hang_timeout_s
         if kill_at is not None and now > kill_at:
             killed = killed or f"the ranks did not end within job.stop_timeout_s={limits.stop_timeout_s:g}"
-        elif now - moved_at > limits.hang_timeout_s:
-            killed = killed or f"no rank moved for job.hang_timeout_s={limits.hang_timeout_s:g}"
+        elif now - moved_at > patience_s:
+            killed = killed or f"no rank moved for {patience_s:g} s (job.hang_timeout_s={limits.hang_timeout_s:g})"
         if killed:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)  # the ranks have sessions of their own, and die with torchrun
