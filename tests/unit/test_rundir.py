@@ -63,6 +63,19 @@ def test_the_first_reason_to_stop_counts(run: RunDir) -> None:
     assert attempt.stop_reason() is StopReason.requeue
 
 
+def test_the_word_of_a_killed_rank_comes_before_what_its_peers_wrote_earlier(run: RunDir) -> None:
+    attempt = run.start_attempt("1.0")
+    assert attempt.first_error() is None
+
+    for rank, time_s in ((2, 10.0), (0, 11.0)):
+        write_json(attempt.error_path(rank), {"rank": rank, "time_s": time_s, "error": "a peer is gone"})
+    attempt.error_path(3).write_text('{"rank": 3, "ti')
+    assert (attempt.first_error() or {})["rank"] == 2
+
+    write_json(attempt.error_path(1), {"rank": 1, "time_s": 99.0, "error": "killed", "killed": True})
+    assert (attempt.first_error() or {})["rank"] == 1
+
+
 def test_a_line_that_a_killed_writer_left_unfinished_is_skipped(run: RunDir) -> None:
     write_records(run, {"attempt": 0, "step": 10}, tail='{"attempt": 0, "st')
 
