@@ -5,15 +5,16 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-LISTS := containers/cpu.txt containers/torchrec.txt tests/requirements.txt
+LISTS := containers/pins.txt containers/torchrec.txt tests/requirements.txt
 
-.PHONY: help setup train test test-fast lint clean
+.PHONY: help setup train test test-fast lint cluster-up cluster-down clean
 
 help:
 	@echo "make train      set up, then train on the synthetic click log with 2 ranks"
 	@echo "make test       set up, then lint and run all tests"
 	@echo "make test-fast  the same without the tests that submit whole runs"
 	@echo "make lint       ruff, mypy, import-linter"
+	@echo "make cluster-up, make cluster-down  the test cluster: a real Slurm and Apptainer; see tests/cluster/cluster.py"
 	@echo "make setup      only set up: $(VENV), with the versions in containers/ and tests/requirements.txt"
 	@echo "make clean      remove $(VENV)"
 
@@ -26,7 +27,7 @@ $(READY): pyproject.toml $(LISTS)
 	  { echo "this Python cannot make a virtual environment; install it, on Debian with: apt install python3-venv"; exit 2; }
 	@echo "setting up $(VENV): this downloads about 300 MB once and takes a minute or two"
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check -r containers/cpu.txt -r tests/requirements.txt
+	$(BIN)/pip install --quiet --disable-pip-version-check -r containers/pins.txt -r tests/requirements.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps -r containers/torchrec.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
 	@touch $@
@@ -43,8 +44,16 @@ lint: setup
 test-fast: lint
 	$(BIN)/python -m pytest tests/unit tests/distributed
 
+# Status 3: it cannot run here, and its tests are skipped; where CI=true they fail.
 test: lint
+	$(BIN)/python -m tests.cluster.cluster build || [ $$? = 3 ]
 	$(BIN)/python -m pytest
+
+cluster-up: setup
+	$(BIN)/python -m tests.cluster.cluster up
+
+cluster-down: setup
+	$(BIN)/python -m tests.cluster.cluster down
 
 clean:
 	rm -rf $(VENV)

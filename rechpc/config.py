@@ -24,6 +24,14 @@ class Launcher(StrEnum):
     slurm = "slurm"
 
 
+class GpuRequest(StrEnum):
+    """How a site wants GPUs to be asked for."""
+
+    gpus_per_node = "gpus_per_node"
+    gres = "gres"
+    none = "none"
+
+
 class Device(StrEnum):
     """As torch names them: a ROCm GPU is "cuda" there."""
 
@@ -75,6 +83,7 @@ class ClusterConfig:
     launcher: Launcher = option(MISSING, "local (this machine) or slurm")
     device: Device = option(MISSING, "cpu, or cuda (also the name of a ROCm GPU in torch)")
     ranks_per_node: int | None = option(None, "ranks a node always has (its GPUs); null: the job decides", low=1)
+    gpu_request: GpuRequest = option(GpuRequest.none, "option of sbatch that asks for a GPU for each rank")
     hbm_gib: float = option(0.0, "memory of one GPU; 0 on a CPU", low=0)
     host_memory_gib: float | None = option(None, "memory of one node; null: detected where the ranks run", low=1)
     hbm_gb_per_s: float = option(1.0, "bandwidth of one GPU's memory", low=0.001)
@@ -95,15 +104,31 @@ class ContainerConfig:
 
 @dataclass(kw_only=True, slots=True)
 class JobConfig:
-    """What this run asks for."""
+    """What this run asks for. Keys named as in sbatch mean what sbatch says; null leaves them to the site."""
 
     nodes: int = option(1, "nodes", low=1)
     ranks_per_node: int | None = option(None, "ranks on each node; null: what the cluster says, else 2", low=1)
     time_limit_min: int = option(24 * 60, "time limit of one attempt", low=1)
-    partition: str | None = option(None, "Slurm partition; null: the site's default")
-    account: str | None = option(None, "Slurm account; null: the user's default")
-    signal_lead_s: float = option(120.0, "how long before the time limit the run is told to save", low=1)
+    signal_lead_s: float = option(120.0, "how long before its time limit an attempt is asked to save and stop", low=1)
     stop_timeout_s: float = option(600.0, "how long a stopping run may take to save before it is killed", low=1)
+    hang_timeout_s: float = option(1800.0, "how long rank 0 may make no progress before an attempt is a crash", low=1)
+    max_attempts: int = option(3, "crashes after which a run is given up", low=1)
+    partition: str | None = option(None, "partition")
+    account: str | None = option(None, "account")
+    qos: str | None = option(None, "quality of service")
+    constraint: str | None = option(None, "features that nodes must have")
+    reservation: str | None = option(None, "reservation")
+    nodelist: str | None = option(None, "nodes that must be among those of the job")
+    exclude: str | None = option(None, "nodes that must not be")
+    dependency: str | None = option(None, "jobs to wait for, as afterany:123")
+    mail_user: str | None = option(None, "who is told of the job")
+    mail_type: str | None = option(None, "what is told, as END,FAIL,REQUEUE")
+    exclusive: bool | None = option(None, "whole nodes; null: if the job takes all ranks that a node has")
+    cpus_per_rank: int | None = option(None, "CPUs for each rank; null: 1, or all of an exclusive node", low=1)
+    memory_gib: int | None = option(None, "memory of each node; 0: all of it", low=0)
+    sbatch: dict[str, str] = option({}, "further options of sbatch by name, as +job.sbatch.comment=text")
+    srun: list[str] = option([], "further arguments of srun")
+    setup: list[str] = option([], "shell lines of the batch script in front of srun, such as module load")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -250,3 +275,5 @@ class CommandConfig(RunConfig):
 
     dry_run: bool = option(False, "print what would be submitted, and submit nothing")
     resume: str | None = option(None, "run directory to continue")
+    stage: bool = option(False, "write the run directory and submit nothing, for slurm/*.sbatch")
+    wait: bool = option(False, "follow a Slurm job to its end; a local run is always followed")

@@ -11,6 +11,7 @@ import time
 from dataclasses import dataclass, field
 from types import FrameType
 
+from rechpc.config import Launcher
 from rechpc.errors import LaunchError
 from rechpc.host import slurm
 from rechpc.rundir import RunDir, StopReason
@@ -27,6 +28,7 @@ from rechpc.status import (
 )
 
 _POLL_S = 0.2
+_SLURM_POLL_S = 3.0  # each asks slurmctld
 _PLAIN_EVERY_S = 10.0
 _EXIT_INTERRUPTED = 130  # what a shell says of a command that Ctrl-C ended
 _EXIT_NOT_FINISHED = 3
@@ -39,6 +41,12 @@ class Interrupts:
         self.count = 0
         signal.signal(signal.SIGINT, self._note)
         signal.signal(signal.SIGTERM, self._note)
+
+    def wait(self, seconds: float) -> None:
+        """Sleep, but not past an interrupt."""
+        before, end = self.count, time.monotonic() + seconds
+        while self.count == before and (left := end - time.monotonic()) > 0:
+            time.sleep(min(left, _POLL_S))
 
     def _note(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002
         self.count = max(1, self.count) if number == signal.SIGTERM else self.count + 1
@@ -62,7 +70,7 @@ def follow(run: RunDir, job: slurm.Job, interrupts: Interrupts) -> int:
             killed = True
             _kill(job)
             line.say("killed")
-        time.sleep(_POLL_S)
+        interrupts.wait(_POLL_S if job.launcher is Launcher.local else _SLURM_POLL_S)
     line.end()
     status = read_status(run)
     if killed and status.state is State.lost:
@@ -103,8 +111,10 @@ class _ProgressLine:
 
 
 def _kill(job: slurm.Job) -> None:
-    """SIGKILL a local job: its controller's death kills the host task, that one's torchrun, that one's the ranks."""
-    assert job.pid is not None
+    """End a job at once: the death of a local controller kills its host task, that one's torchrun, and so on."""
+    if job.pid is None:
+        slurm.cancel(job)
+        return
     try:
         os.kill(job.pid, signal.SIGKILL)
     except ProcessLookupError:

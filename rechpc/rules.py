@@ -113,6 +113,9 @@ def _out_of_range(section: Any, prefix: str) -> Iterator[str]:
         for key, element in _elements(f"{prefix}{f.name}", value):
             if dataclasses.is_dataclass(element):
                 yield from _out_of_range(element, f"{key}.")
+            elif isinstance(element, str) and re.search(r"[\x00-\x1f\x7f]", element):
+                # Most texts end up in a batch script or a command line, where a newline starts a command of its own.
+                yield f"{key}={element!r}: has a control character; remove it"
             elif isinstance(element, int | float) and not isinstance(element, bool):
                 if not math.isfinite(element):
                     yield f"{key}={element}: expected a finite number"
@@ -125,6 +128,8 @@ def _out_of_range(section: Any, prefix: str) -> Iterator[str]:
 def _elements(key: str, value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, list):
         yield from ((f"{key}[{i}]", element) for i, element in enumerate(value))
+    elif isinstance(value, dict):
+        yield from ((f"{key}.{name}", element) for name, element in value.items())
     elif not dataclasses.is_dataclass(value):
         yield key, value
 
@@ -145,6 +150,9 @@ def _broken_rules(c: RunConfig) -> Iterator[str]:
         )
     if c.container.runtime is ContainerRuntime.apptainer and not c.container.image:
         yield "container.image=null: container.runtime=apptainer needs an image; set container.image=/path/image.sif"
+    for name in c.job.sbatch:
+        if not re.fullmatch(r"[a-z][a-z-]*", name):
+            yield f"job.sbatch.{name}: expected the long name of an option of sbatch, without the two dashes"
     yield from _batch_rules(c)
     yield from _model_rules(c)
     yield from _data_rules(c.data)

@@ -72,12 +72,26 @@ class AttemptDir:
         return self.path / f"error-rank-{rank:05d}.json"
 
     def first_error(self) -> dict[str, Any] | None:
-        """What the rank that raised first wrote: the cause, where later ones only lost their peer."""
+        """What the rank that failed first left: the cause, where later ones only lost their peer.
+
+        A rank that was killed leaves its word through its host task, which takes longer than the peers do.
+        """
         records = []
         for path in self.path.glob("error-rank-*.json"):
             with contextlib.suppress(OSError, ValueError):  # a rank may be killed while it writes
                 records.append(read_json(path) or {})
-        return min((r for r in records if "rank" in r), key=lambda r: float(r["time_s"]), default=None)
+        found = (r for r in records if "rank" in r)
+        return min(found, key=lambda r: (not r.get("killed", False), float(r["time_s"])), default=None)
+
+    @property
+    def verdict_path(self) -> Path:
+        """What was decided after the attempt: start again, or give up, and why."""
+        return self.path / "verdict.json"
+
+    @property
+    def image_path(self) -> Path:
+        """Which container image the attempt ran in."""
+        return self.path / "image.json"
 
     def rank_log_path(self, rank: int) -> Path:
         return self.path / f"rank-{rank:05d}.log"
@@ -207,7 +221,13 @@ class RunDir:
         attempt = self.attempt(name)
         ordinal = len(self.attempts())
         attempt.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        facts = {"ordinal": ordinal, "host": socket.gethostname(), "pid": os.getpid(), "started_at_s": time.time()}
+        facts = {
+            "ordinal": ordinal,
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "started_at_s": time.time(),
+            "checkpoint_step": next(iter(self.committed_steps()), None),
+        }
         write_json(attempt.facts_path, facts)
         return attempt
 

@@ -32,6 +32,8 @@ class State(StrEnum):
     drained = "drained"
     requeued = "requeued"
     failed = "failed"
+    cancelled = "cancelled"
+    preempted = "preempted"  # Slurm took the nodes, or lost one, and starts the job again
     lost = "lost"  # its process is gone and left no outcome
     unknown = "unknown"  # silent, and not on this machine
 
@@ -44,6 +46,8 @@ class RunStatus:
     state: State
     num_attempts: int
     job: slurm.Job | None
+    reason: str | None  # why Slurm does not start it
+    image_changed_from: str | None
     phase: str | None
     heartbeat_age_s: float | None
     step: int | None
@@ -66,13 +70,18 @@ def read_status(run: RunDir) -> RunStatus:
     result = _read(run.result_path)
     beat_at_s = heartbeat.get("time_s")
     age_s = None if beat_at_s is None else max(0.0, time.time() - beat_at_s)
+    said = slurm.state(job) if job and not result else None
     state = State.finished if result else _state(run, job, attempt, outcome, heartbeat, age_s)
-    error, log_path = _error(run, job, attempt, outcome, state)
+    if said and not result:
+        state = _slurm_state(said, attempt, outcome, heartbeat)
+    error, log_path = _error(run, job, attempt, outcome, state, said)
     return RunStatus(
         path=run.path,
         state=state,
         num_attempts=len(_attempts(run)),
         job=job,
+        reason=said.reason if said and said.name == "PENDING" else None,
+        image_changed_from=_read(attempt.image_path).get("changed_from") if attempt else None,
         phase=heartbeat.get("phase"),
         heartbeat_age_s=age_s,
         step=result.get("step", outcome.get("step", heartbeat.get("step"))),
@@ -148,6 +157,8 @@ def render(status: RunStatus) -> str:
         "run": str(status.path),
         "state": status.state + (f": {age or 'no heartbeat'}" if status.state is State.unknown else ""),
         "warning": age if started and status.state is not State.unknown else "",
+        "reason": status.reason or "",
+        "image": f"not the one before, which had sha256 {status.image_changed_from}" * bool(status.image_changed_from),
         "attempt": str(status.num_attempts or ""),
         "job": "" if status.job is None else f"{status.job.job_id} ({status.job.launcher}, from {status.job.host})",
         "progress": progress(status) if status.step is not None or started else "",
@@ -156,7 +167,9 @@ def render(status: RunStatus) -> str:
         "error": status.error or "",
         "log": str(status.log_path or ""),
     }
-    if status.state in (State.drained, State.requeued, State.failed, State.lost):
+    if status.state in (State.drained, State.cancelled, State.failed, State.lost) or (
+        status.state is State.requeued and status.job and status.job.launcher is Launcher.local
+    ):
         rows["continue"] = f"{entry('submit')} resume={shown(status.path)}"
     return "\n".join(f"{name:11}{text}" for name, text in rows.items() if text)
 
@@ -192,12 +205,35 @@ def _state(
     return State.starting if heartbeat.get("phase", "starting") in _STARTING_PHASES else State.running
 
 
+def _slurm_state(
+    said: slurm.JobState, attempt: AttemptDir | None, outcome: dict[str, Any], heartbeat: dict[str, Any]
+) -> State:
+    """Where a Slurm job stands: its queue knows whether it lives, the run directory what it does."""
+    if said.name == "PENDING":
+        if attempt is None:
+            return State.queued
+        return State.requeued if _read(attempt.verdict_path).get("again") else State.preempted
+    if said.name == "CANCELLED":
+        return State.cancelled
+    if said.ended:
+        return State.drained if outcome.get("outcome") == Outcome.drained else State.failed
+    if attempt is None or outcome:  # the attempt of this start has not begun yet, or is being wound up
+        return State.starting
+    return State.starting if heartbeat.get("phase", "starting") in _STARTING_PHASES else State.running
+
+
 def _error(
-    run: RunDir, job: slurm.Job | None, attempt: AttemptDir | None, outcome: dict[str, Any], state: State
+    run: RunDir,
+    job: slurm.Job | None,
+    attempt: AttemptDir | None,
+    outcome: dict[str, Any],
+    state: State,
+    said: slurm.JobState | None,
 ) -> tuple[str | None, Path | None]:
     """The first failing rank's own error, and the log to read."""
     if state not in (State.failed, State.lost):
         return None, None
+    given_up = _read(attempt.verdict_path).get("reason") if attempt else None
     if attempt is None:
         log_path = run.submission_path / f"{job.job_id if job else '*'}_0_log.err"
         return "the job ended before its attempt began", log_path
@@ -205,6 +241,13 @@ def _error(
         return f"rank {first['rank']}: {' '.join(str(first['error']).split())}", attempt.rank_log_path(
             int(first["rank"])
         )
+    if said and said.name == "TIMEOUT":
+        return (
+            "its time limit came before it had saved; raise job.time_limit_min, or job.signal_lead_s if a save takes "
+            "longer"
+        ), attempt.node_log_path(0)
+    if given_up:
+        return str(given_up), attempt.node_log_path(0)
     gone = "its processes are gone and left no outcome (killed, or the machine went down)"
     return str(outcome.get("error") or gone), attempt.node_log_path(0)
 

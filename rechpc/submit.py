@@ -15,7 +15,7 @@ from rechpc.config import CommandConfig, DataKind, Launcher, RunConfig
 from rechpc.dataset import check_index, read_index
 from rechpc.errors import ConfigError, DataError
 from rechpc.follow import Interrupts, follow
-from rechpc.host import provenance, slurm, task
+from rechpc.host import container, provenance, slurm, task
 from rechpc.rules import dump, load, validate
 from rechpc.rundir import RunDir, write_text
 from rechpc.status import entry, read_status, result_line, shown
@@ -60,22 +60,40 @@ def main(command: CommandConfig, overrides: list[str]) -> int:
     if command.dry_run:
         print(_dry_run(planned, config))
         return 0
+    container.check(config.container)
+    if config.cluster.launcher is Launcher.slurm and not command.stage:
+        _check_shared(Path(config.runs_root))
+        slurm.check_site(planned, config)
+    if command.stage:
+        run = run or _write(config)
+        write_text(run.config_path, dump(config))
+        print(f"run         {shown(run.path)}\nnext        sbatch slurm/multi_node.sbatch {run.path}")
+        return 0
     interrupts = Interrupts()
     run, job = _launch(run, config, overrides)
     print(f"run         {shown(run.path)}")
     print(f"job         {job.job_id} ({job.launcher}, from {job.host})")
     print(f"status      {entry('status')} {shown(run.path)}", flush=True)
-    return follow(run, job, interrupts) if job.launcher is Launcher.local else 0
+    return follow(run, job, interrupts) if job.launcher is Launcher.local or command.wait else 0
+
+
+def _write(config: RunConfig) -> RunDir:
+    """A new run directory with everything that an attempt needs."""
+    run = RunDir.create(Path(config.runs_root), config.name)
+    try:
+        provenance.write(run)
+        write_text(run.config_path, dump(config))
+    except BaseException:
+        shutil.rmtree(run.path)
+        raise
+    return run
 
 
 def _launch(run: RunDir | None, config: RunConfig, overrides: list[str]) -> tuple[RunDir, slurm.Job]:
     """Write the run directory (or the new configuration of a resumed run) and submit it; undone if that fails."""
-    new = run is None
-    run = run or RunDir.create(Path(config.runs_root), config.name)
-    before = None if new else run.config_path.read_text()
+    before = run.config_path.read_text() if run else None
+    run = run or _write(config)
     try:
-        if new:
-            provenance.write(run)
         write_text(run.config_path, dump(config))
         job = slurm.submit(task.HostTask(str(run.path)), run=run, config=config)
     except BaseException:
@@ -88,13 +106,23 @@ def _launch(run: RunDir | None, config: RunConfig, overrides: list[str]) -> tupl
     return run, job
 
 
+def _check_shared(root: Path) -> None:
+    """Raise ConfigError for a place that other nodes certainly do not see."""
+    place = root.expanduser().absolute()
+    for local in (Path("/tmp"), Path("/var/tmp"), Path("/dev/shm"), Path("/run")):
+        if place.is_relative_to(local):
+            raise ConfigError(
+                f"runs_root={root}: {local} is a node's own; set runs_root= to a file system that all nodes share"
+            )
+
+
 def _with_absolute_paths(config: RunConfig) -> RunConfig:
     """The same run from any working directory: ranks start elsewhere, and a resume may come from elsewhere."""
-    data, container = config.data, config.container
+    data, image = config.data, config.container.image
     return dataclasses.replace(
         config,
         data=dataclasses.replace(data, path=_absolute(data.path), source=_absolute(data.source)),
-        container=dataclasses.replace(container, image=_absolute(container.image)),
+        container=dataclasses.replace(config.container, image=_absolute(image)),
     )
 
 
@@ -149,7 +177,7 @@ def _resumed(run: RunDir, command: CommandConfig, overrides: list[str]) -> RunCo
     problems = []
     for override in overrides:
         key = override.partition("=")[0]
-        if key in ("resume", "dry_run"):
+        if key in ("resume", "dry_run", "wait", "stage"):
             continue
         if _RESUMABLE.fullmatch(key):
             # The composed configuration holds the value already, parsed and of the right type.

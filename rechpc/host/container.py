@@ -1,9 +1,16 @@
 """From the command of the ranks to the command that starts them in their container; only this file knows Apptainer.
 
-Pure. Must not know Slurm, submitit or torch.
+Must not know Slurm, submitit or torch.
 """
 
+import hashlib
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
 from rechpc.config import ContainerConfig, ContainerRuntime
+from rechpc.errors import ConfigError
 
 # Signals that reach every process of a job must not end the ranks, which are told through the stop file. They are
 # ignored in here and not by the host task, for Apptainer resets what its parent ignored (tried with 1.4.5).
@@ -24,3 +31,50 @@ def argv(
     # The home directory stays mounted, for ROCm and torch keep their kernel caches there; PYTHONNOUSERSITE, set by
     # the host task, keeps the Python packages in it out.
     return ["apptainer", "exec", "--cleanenv", *(["--rocm"] if gpu else []), *mounts, container.image, *command]
+
+
+def check(container: ContainerConfig) -> None:
+    """Raise ConfigError for an image or a bind mount that is not there. For the login node, which shares them."""
+    if container.runtime is ContainerRuntime.none:
+        return
+    assert container.image is not None  # rules.validate
+    image = Path(container.image)
+    if not image.exists():
+        raise ConfigError(f"container.image={image}: no such file; build one with containers/build.sh")
+    if not os.access(image, os.R_OK):
+        raise ConfigError(f"container.image={image}: not readable by you; see its permissions")
+    for bind in container.binds:
+        source = Path(bind.partition(":")[0])
+        if not source.exists():
+            raise ConfigError(f"container.binds: {bind}: {source} does not exist; correct it or leave it out")
+
+
+def check_runtime(container: ContainerConfig) -> None:
+    """Raise ConfigError where the container's runtime is not installed. For the node that runs the ranks."""
+    if container.runtime is ContainerRuntime.apptainer and shutil.which("apptainer") is None:
+        raise ConfigError(
+            "container.runtime=apptainer: apptainer is not on the PATH of this node; job.setup can load it"
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Image:
+    """Which image an attempt ran in."""
+
+    path: str
+    size_bytes: int
+    sha256: str
+
+
+def identify(image: Path) -> Image:
+    """Size and sha256; the latter from `<image>.sha256`, which containers/build.sh writes, unless the image is newer.
+
+    An image has tens of GB: reading all of it takes a minute or more.
+    """
+    recorded = image.with_name(f"{image.name}.sha256")
+    if recorded.exists() and recorded.stat().st_mtime >= image.stat().st_mtime:
+        digest = recorded.read_text().split()[0]
+    else:
+        with image.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+    return Image(path=str(image), size_bytes=image.stat().st_size, sha256=digest)

@@ -6,8 +6,10 @@ Both launchers take the same way through submitit. Must not know what a job does
 import os
 import re
 import shlex
+import shutil
 import signal
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -19,9 +21,9 @@ from typing import Any
 import submitit
 from submitit.slurm.slurm import _make_sbatch_string
 
-from rechpc.config import Device, Launcher, RunConfig
+from rechpc.config import Device, GpuRequest, Launcher, RunConfig
 from rechpc.errors import ConfigError, LaunchError
-from rechpc.rundir import RunDir, read_json, write_json
+from rechpc.rundir import AttemptDir, RunDir, read_json, write_json
 
 # Variables of a job: they must reach neither a job submitted from inside it (SLURM_CPU_BIND would pin all of it to
 # the few cores of the outer one, array ids confuse submitit, issue 1782) nor the ranks, which do not know Slurm.
@@ -46,7 +48,24 @@ class Placement:
 
     attempt_name: str
     node_rank: int
+    num_nodes: int
+    node_name: str
     parent_pid: int | None  # of submitit's controller, where the launcher is local
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobState:
+    """What Slurm says of a job, in its own words."""
+
+    name: str
+    reason: str | None
+
+    @property
+    def ended(self) -> bool:
+        return self.name in _ENDED
+
+
+_ENDED = {"BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "TIMEOUT"}
 
 
 def check(run: RunDir, config: RunConfig) -> None:
@@ -100,9 +119,13 @@ def newest_job(run: RunDir) -> Job | None:
 
 
 def is_alive(job: Job | None, run: RunDir) -> bool | None:
-    """Whether the process of a local job still runs; None where this machine cannot tell."""
-    here = job is not None and job.host == socket.gethostname() and job.path == str(run.path)
-    if job is None or job.pid is None or not here or not Path("/proc/self").exists():
+    """Whether a job still waits or runs; None where this machine cannot tell."""
+    if job is None or job.path != str(run.path):
+        return None
+    if job.launcher is Launcher.slurm:
+        found = state(job)
+        return None if found is None else not found.ended
+    if job.pid is None or job.host != socket.gethostname() or not Path("/proc/self").exists():
         return None
     try:
         command = Path(f"/proc/{job.pid}/cmdline").read_bytes()  # empty for a zombie
@@ -110,6 +133,75 @@ def is_alive(job: Job | None, run: RunDir) -> bool | None:
         return False
     # The folder tells it from a later process that got the same id.
     return os.fsencode(run.submission_path) in command.split(b"\0")
+
+
+def state(job: Job) -> JobState | None:
+    """What Slurm says of a job; None where it is not at hand or has forgotten the job.
+
+    squeue knows the living, scontrol also what ended some minutes ago, sacct everything, where there is accounting.
+    """
+    if job.launcher is not Launcher.slurm:
+        return None
+    if text := _ask("squeue", "--noheader", f"--jobs={job.job_id}", "--states=all", "--format=%T|%r"):
+        name, _, reason = text.splitlines()[0].partition("|")
+        return JobState(name=name, reason=None if reason in ("None", "") else reason)
+    if match := re.search(r"JobState=(\w+) Reason=(\w+)", _ask("scontrol", "show", "job", "--oneliner", job.job_id)):
+        return JobState(name=match[1], reason=None if match[2] == "None" else match[2])
+    if text := _ask("sacct", "--noheader", "--parsable2", "--allocations", f"--jobs={job.job_id}", "--format=State"):
+        return JobState(name=text.split()[0], reason=None)  # "CANCELLED by 1000"
+    return None
+
+
+def cancel(job: Job) -> None:
+    """End a job. Raises LaunchError when Slurm refuses."""
+    _tell("scancel", job.job_id)
+
+
+def requeue() -> None:
+    """Have the job that this process belongs to start again; Slurm ends what is left of it now."""
+    job_id = os.environ["SLURM_JOB_ID"]
+    try:
+        _tell("scontrol", "requeue", job_id)
+    except LaunchError as error:
+        raise LaunchError(
+            f"job {job_id} should start again, but {error}; this site may forbid it (JobRequeue=0, --no-requeue): "
+            "go on with python -m rechpc.submit resume=RUN_DIR"
+        ) from error
+
+
+def check_site(run: RunDir, config: RunConfig) -> None:
+    """Raise ConfigError for what this site would refuse, or keep waiting for ever. Queues nothing."""
+    if shutil.which("sbatch") is None:
+        raise ConfigError(
+            "cluster.launcher=slurm: sbatch is not on the PATH; go to a login node, load the site's Slurm module, "
+            "or choose cluster=local"
+        )
+    partition = config.job.partition
+    known = _ask("sinfo", "--noheader", "--format=%R").split()
+    if partition and known and partition not in known:
+        raise ConfigError(f"job.partition={partition}: no such partition; expected one of {', '.join(sorted(known))}")
+    limits = dict(re.findall(r"(\w+)=(\S+)", _ask("scontrol", "show", "partition", "--oneliner", partition or "")))
+    minutes = _minutes(limits.get("MaxTime", "UNLIMITED"))
+    if partition and minutes is not None and config.job.time_limit_min > minutes:
+        # Without EnforcePartLimits Slurm takes such a job and never starts it (PartitionTimeLimit).
+        raise ConfigError(
+            f"job.time_limit_min={config.job.time_limit_min}: partition {partition} allows {minutes}; set "
+            f"job.time_limit_min={minutes}, the run is requeued until it is done"
+        )
+    nodes = limits.get("TotalNodes", "")
+    if partition and nodes.isdigit() and config.job.nodes > int(nodes):
+        raise ConfigError(f"job.nodes={config.job.nodes}: partition {partition} has {nodes}; set job.nodes={nodes}")
+    script = batch_script(run, config)
+    done = _run(["sbatch", "--test-only"], text=script)
+    if done.returncode:
+        words = " ".join(done.stderr.replace("sbatch: error:", "").replace("allocation failure:", "").split())
+        raise ConfigError(f"Slurm refuses the job: {words}; look at {_asked(config)}")
+
+
+def attempt_of_this_job(run: RunDir) -> AttemptDir | None:
+    """The attempt that the job around this process has started; None where it did not come that far."""
+    attempt = run.attempt(_slurm_attempt_name())
+    return attempt if attempt.facts_path.exists() else None
 
 
 def batch_script(run: RunDir, config: RunConfig) -> str:
@@ -131,10 +223,21 @@ def placement(launcher: Launcher, run: RunDir) -> Placement:
         job_id = os.environ["SUBMITIT_LOCAL_JOB_ID"]
         # Process ids come again, in a container even soon, and an attempt must not find the files of an older one.
         restart = sum(attempt.name.startswith(f"{job_id}.") for attempt in run.attempts())
-        return Placement(attempt_name=f"{job_id}.{restart}", node_rank=0, parent_pid=int(job_id))
-    restart = int(os.environ.get("SLURM_RESTART_COUNT", 0))  # unset in the first start
-    name = f"{os.environ['SLURM_JOB_ID']}.{restart}"
-    return Placement(attempt_name=name, node_rank=int(os.environ["SLURM_NODEID"]), parent_pid=None)
+        return Placement(
+            attempt_name=f"{job_id}.{restart}", node_rank=0, num_nodes=1, node_name="localhost", parent_pid=int(job_id)
+        )
+    return Placement(
+        attempt_name=_slurm_attempt_name(),
+        node_rank=int(os.environ["SLURM_NODEID"]),
+        num_nodes=int(os.environ["SLURM_JOB_NUM_NODES"]),
+        node_name=os.environ["SLURMD_NODENAME"],
+        parent_pid=None,
+    )
+
+
+def _slurm_attempt_name() -> str:
+    # The count is unset in the first start of a job.
+    return f"{os.environ['SLURM_JOB_ID']}.{os.environ.get('SLURM_RESTART_COUNT', '0')}"
 
 
 def _executor(run: RunDir, config: RunConfig) -> Any:
@@ -156,29 +259,52 @@ def _executor(run: RunDir, config: RunConfig) -> Any:
 
 def _sbatch_parameters(run: RunDir, config: RunConfig) -> dict[str, Any]:
     """submitit's names for what `config` asks of Slurm: one task per node, which starts all ranks of it."""
-    ranks = config.ranks_per_node
+    job, ranks = config.job, config.ranks_per_node
+    exclusive = ranks == config.cluster.ranks_per_node if job.exclusive is None else job.exclusive
+    cpus = None if exclusive and job.cpus_per_rank is None else ranks * (job.cpus_per_rank or 1)
+    request = config.cluster.gpu_request
+    finish = f"{shlex.quote(sys.executable)} -m rechpc.host.finish {shlex.quote(str(run.path))} --status $?"
     parameters: dict[str, Any] = {
         "job_name": config.name,
-        "partition": config.job.partition,
-        "account": config.job.account,
-        "time": config.job.time_limit_min,
-        "nodes": config.job.nodes,
+        **{name: getattr(job, name) for name in ("partition", "account", "qos", "constraint", "nodelist", "exclude")},
+        **{name: getattr(job, name) for name in ("dependency", "mail_user", "mail_type")},
+        "time": job.time_limit_min,
+        "nodes": job.nodes,
         "ntasks_per_node": 1,
-        "gpus_per_node": ranks if config.cluster.device is Device.cuda else None,
-        "signal_delay_s": int(config.job.signal_lead_s),
-        "setup": [f"export {name}={shlex.quote(value)}" for name, value in _code_variables(run).items()],
+        "gpus_per_node": ranks if request is GpuRequest.gpus_per_node else None,
+        "gres": f"gpu:{ranks}" if request is GpuRequest.gres else None,
+        "mem": None if job.memory_gib is None else f"{job.memory_gib}G",
+        "exclusive": True if exclusive else None,
+        "cpus_per_task": cpus,
+        "signal_delay_s": int(job.signal_lead_s),
+        "setup": [*_setup(run), *job.setup],
+        "teardown": [finish],
         # submitit sends neither --requeue nor --kill-on-bad-exit: without the one a site with JobRequeue=0 refuses
         # to requeue, without the other a dead node leaves the rest waiting in a collective (42 s against 3 s, tried).
-        "additional_parameters": {"requeue": True},
-        "srun_args": ["--kill-on-bad-exit=1", "--cpu-bind=none"],
+        "additional_parameters": {
+            "requeue": True,
+            **({"reservation": job.reservation} if job.reservation else {}),
+            **job.sbatch,
+        },
+        # srun of Slurm 22.05 and 23.02 does not take the CPUs from sbatch.
+        "srun_args": [
+            "--kill-on-bad-exit=1",
+            "--cpu-bind=none",
+            *([f"--cpus-per-task={cpus}"] if cpus else []),
+            *job.srun,
+        ],
     }
-    if ranks == config.cluster.ranks_per_node:
-        parameters["exclusive"] = True
-    else:
-        # A CPU for each rank is the least; srun of Slurm 22.05 and 23.02 does not take it from sbatch.
-        parameters["cpus_per_task"] = ranks
-        parameters["srun_args"].append(f"--cpus-per-task={ranks}")
     return {name: value for name, value in parameters.items() if value is not None}
+
+
+def _setup(run: RunDir) -> list[str]:
+    """Lines in front of srun: the run's own code, and a word where this node does not see the run at all."""
+    path = shlex.quote(str(run.config_path))
+    return [
+        *(f"export {name}={shlex.quote(value)}" for name, value in _code_variables(run).items()),
+        f'[ -r {path} ] || {{ echo "$(hostname) does not see "{path}": set runs_root= to a file system that all nodes '
+        'share"; exit 1; }',
+    ]
 
 
 def _task_command(run: RunDir) -> str:
@@ -210,3 +336,41 @@ def _submission_environment(run: RunDir) -> Iterator[None]:
         os.environ.update(variables)
         for number, handler in handlers.items():
             signal.signal(number, handler)
+
+
+def _ask(*command: str) -> str:
+    """What a command of Slurm prints; nothing where it is not at hand, fails or takes too long."""
+    try:
+        done = _run(list(command))
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def _tell(*command: str) -> None:
+    try:
+        done = _run(list(command))
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise LaunchError(f"{shlex.join(command)}: {error}") from error
+    if done.returncode:
+        raise LaunchError(f"{shlex.join(command)}: {' '.join(done.stderr.split()) or f'status {done.returncode}'}")
+
+
+def _run(command: list[str], *, text: str = "") -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(command, input=text, capture_output=True, text=True, timeout=30, check=False)
+
+
+def _minutes(limit: str) -> int | None:
+    """Minutes of a time limit as Slurm prints it, days-hours:minutes:seconds; None for no limit."""
+    match = re.fullmatch(r"(?:(\d+)-)?(\d+):(\d+):(\d+)", limit)
+    if match is None:
+        return None
+    days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
+    return days * 1440 + hours * 60 + minutes + seconds // 60
+
+
+def _asked(config: RunConfig) -> str:
+    """The keys that Slurm may have meant, with their values."""
+    names = ("nodes", "partition", "account", "qos", "constraint", "reservation", "nodelist", "exclude", "memory_gib")
+    given = [f"job.{n}={getattr(config.job, n)}" for n in names if getattr(config.job, n) is not None]
+    return ", ".join([*given, f"job.ranks_per_node={config.ranks_per_node}"])

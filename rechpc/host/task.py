@@ -1,26 +1,33 @@
 """The host task: what the launcher runs once on every node, outside the container.
 
-It starts torchrun, turns signals into the stop file, and sees to it that an attempt never ends without an outcome.
+Also `python -m rechpc.host.task RUN_DIR`. It starts torchrun, turns signals into the stop file, and sees to it that an
+attempt never ends without an outcome.
 Knows the run directory and the environment; Slurm's words are in `rechpc.host.slurm`, Apptainer's in
 `rechpc.host.container`. Never imports torch.
 """
 
+import argparse
+import contextlib
 import os
 import re
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
+import threading
 import time
+import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
 
 from rechpc import lifeline, topology
-from rechpc.config import ContainerRuntime, Device, RunConfig
-from rechpc.errors import LaunchError
+from rechpc.config import ContainerRuntime, Device, JobConfig, RunConfig
+from rechpc.errors import LaunchError, RechpcError
 from rechpc.host import container, slurm
 from rechpc.rules import load
 from rechpc.rundir import AttemptDir, Outcome, RunDir, StopReason, read_json, write_json
@@ -28,6 +35,8 @@ from rechpc.rundir import AttemptDir, Outcome, RunDir, StopReason, read_json, wr
 _POLL_S = 0.1
 # Other nodes see what node 0 wrote through a shared file system that may cache "no such file" for a minute.
 _JOIN_TIMEOUT_S = 300.0
+# Before the first step nobody knows how long a step takes: importing, reading and planning may take minutes.
+_START_TIMEOUT_S = 1800.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,10 +64,16 @@ class HostTask:
         here = slurm.placement(config.cluster.launcher, run)
         if here.parent_pid is not None:
             lifeline.die_with(here.parent_pid)
+        container.check_runtime(config.container)
         attempt, rendezvous = _begin(run, config, here)
+        identifying = threading.Thread(target=_record_image, args=(run, attempt, config), daemon=True)
+        if here.node_rank == 0 and config.container.image:
+            identifying.start()  # beside the run: it may have to read the whole image
         argv = command(run, config, attempt_name=attempt.name, node_rank=here.node_rank, rendezvous=rendezvous)
         log_path = attempt.node_log_path(here.node_rank)
-        error = _run_ranks(argv, log_path, attempt, stop, stop_timeout_s=config.job.stop_timeout_s)
+        first_rank = here.node_rank * config.ranks_per_node
+        error = _run_ranks(argv, log_path, attempt, stop, config.job, first_rank=first_rank)
+        shutil.rmtree(_cache_path(attempt.name), ignore_errors=True)
         if here.node_rank == 0:
             _ensure_outcome(attempt, run, error)
         # What the ranks agreed on counts, even where one of them broke on its way out.
@@ -93,6 +108,11 @@ def command(
 ) -> list[str]:
     """The command that starts the ranks of one node, with every variable that is set for them."""
     env = rank_environment(config, os.environ, code_path=run.code_path, cpus=topology.num_cpus())
+    caches = _cache_path(attempt_name)
+    if config.container.runtime is not ContainerRuntime.none:
+        # Compiled kernels: in a home that all nodes share they cost a lock and go stale; see docs/container.md.
+        names = ("MIOPEN_USER_DB_PATH", "MIOPEN_CUSTOM_CACHE_DIR", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
+        env = {name: f"{caches}/{name.lower()}" for name in names} | env
     binds = [str(run.path), *([config.data.path] if config.data.path else [])]
     inner = torchrun_argv(config, run, attempt_name=attempt_name, node_rank=node_rank, rendezvous=rendezvous)
     return container.argv(config.container, inner, env=env, binds=binds, gpu=config.cluster.device is Device.cuda)
@@ -158,15 +178,15 @@ def _base_environment(host: Mapping[str, str]) -> dict[str, str]:
 
 def _begin(run: RunDir, config: RunConfig, here: slurm.Placement) -> tuple[AttemptDir, Rendezvous | None]:
     """Node 0 starts the attempt and says where to meet; the others wait for it."""
+    if here.num_nodes != config.job.nodes:
+        raise LaunchError(f"job.nodes={config.job.nodes}, but the job has {here.num_nodes} nodes; make them the same")
     attempt = run.attempt(here.attempt_name)
     if here.node_rank == 0:
         attempt = run.start_attempt(here.attempt_name)
     if config.job.nodes == 1:
         return attempt, None
     if here.node_rank == 0:
-        # A name from Slurm's node list need not resolve; a port that the system just gave out is free.
-        with socket.create_server(("", 0)) as server:
-            rendezvous = Rendezvous(host=socket.gethostname(), port=server.getsockname()[1])
+        rendezvous = Rendezvous(host=_address(here.node_name), port=_free_port(here.attempt_name))
         write_json(attempt.rendezvous_path, asdict(rendezvous))
         return attempt, rendezvous
     give_up_at = time.monotonic() + _JOIN_TIMEOUT_S
@@ -180,8 +200,38 @@ def _begin(run: RunDir, config: RunConfig, here: slurm.Placement) -> tuple[Attem
     return attempt, Rendezvous(**facts)
 
 
+def _address(node_name: str) -> str:
+    """The address of this node for the others; Slurm's name of it need not resolve, the host's may."""
+    for name in (node_name, socket.gethostname(), socket.getfqdn()):
+        try:
+            address = socket.gethostbyname(name)
+        except OSError:
+            continue
+        if address != "127.0.0.1":  # with it every node would wait for itself
+            return address
+    raise LaunchError(
+        f"node {node_name}: neither this name nor {socket.gethostname()} resolves to an address that other nodes can "
+        "reach; ask the administrators, or add it to /etc/hosts"
+    )
+
+
+def _free_port(attempt_name: str) -> int:
+    """A port for the ranks to meet, below the range from which the system takes those of outgoing connections.
+
+    Each attempt begins its search elsewhere: the port of the one before may still be in TIME_WAIT.
+    """
+    low = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    first = min(10_000, low // 2)
+    start = zlib.crc32(attempt_name.encode())
+    for offset in range(100):
+        port = first + (start + offset) % (low - first)
+        with contextlib.suppress(OSError), socket.create_server(("", port)):
+            return port
+    raise LaunchError(f"no free port among 100 below {low} on {socket.gethostname()}")
+
+
 def _run_ranks(
-    argv: list[str], log_path: Path, attempt: AttemptDir, stop: _StopSignals, *, stop_timeout_s: float
+    argv: list[str], log_path: Path, attempt: AttemptDir, stop: _StopSignals, limits: JobConfig, *, first_rank: int
 ) -> str | None:
     """Start torchrun and wait for its end; one line on what went wrong on this node, if anything did."""
     me = os.getpid()
@@ -200,41 +250,79 @@ def _run_ranks(
             )
         except OSError as error:
             return f"{argv[0]}: cannot be started on {socket.gethostname()}: {error.strerror}; is it on the PATH there?"
-    if _wait(process, attempt, stop, stop_timeout_s=stop_timeout_s):
-        return f"the ranks did not end within job.stop_timeout_s={stop_timeout_s:g} and were killed"
-    return _exit_reason(attempt, log_path, process.returncode) if process.returncode else None
+    if killed := _wait(process, attempt, stop, limits):
+        return killed
+    if not process.returncode:
+        return None
+    return _exit_reason(attempt, log_path, process.returncode, first_rank=first_rank)
 
 
-def _wait(
-    process: "subprocess.Popen[bytes]", attempt: AttemptDir, stop: _StopSignals, *, stop_timeout_s: float
-) -> bool:
-    """Wait for torchrun, passing a stop on to the ranks; whether it had to be killed."""
+def _wait(process: "subprocess.Popen[bytes]", attempt: AttemptDir, stop: _StopSignals, limits: JobConfig) -> str | None:
+    """Wait for torchrun, passing a stop on to the ranks; why it had to be killed, if it had to."""
     kill_at: float | None = None
-    killed = False
+    killed: str | None = None
+    moved_at, seen, patience_s = time.monotonic(), 0.0, max(limits.hang_timeout_s, _START_TIMEOUT_S)
     while process.poll() is None:
+        now = time.monotonic()
         if stop.reason is not None:
             attempt.request_stop(stop.reason)
         if kill_at is None and (attempt.stop_path.exists() or attempt.outcome_path.exists()):
-            kill_at = time.monotonic() + stop_timeout_s
-        if kill_at is not None and time.monotonic() > kill_at and not killed:
-            os.killpg(process.pid, signal.SIGKILL)  # the ranks have sessions of their own, and die with torchrun
-            killed = True
+            kill_at = now + limits.stop_timeout_s
+        if (beat := _modified_at(attempt.heartbeat_path)) != seen:
+            moved_at, seen = now, beat
+            if "step" in (read_json(attempt.heartbeat_path) or {}):
+                patience_s = limits.hang_timeout_s
+        if kill_at is not None and now > kill_at:
+            killed = killed or f"the ranks did not end within job.stop_timeout_s={limits.stop_timeout_s:g}"
+        elif now - moved_at > patience_s:
+            killed = killed or f"no rank moved for {patience_s:g} s (job.hang_timeout_s={limits.hang_timeout_s:g})"
+        if killed:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # the ranks have sessions of their own, and die with torchrun
         time.sleep(_POLL_S)
-    return killed
+    return f"{killed}, and were killed" if killed else None
 
 
-def _exit_reason(attempt: AttemptDir, log_path: Path, status: int) -> str:
-    """One line for ranks that ended badly: the first error, else how torchrun says that one died."""
+def _modified_at(path: Path) -> float:
+    """When a file was last replaced, by the file system's clock; 0 before it is there."""
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def _exit_reason(attempt: AttemptDir, log_path: Path, status: int, *, first_rank: int) -> str:
+    """One line for ranks that ended badly: the first error, else how torchrun says that one died.
+
+    `first_rank` is the lowest rank of this node. Leaves the word of a rank that was killed and could not.
+    """
+    lines = [line for line in log_path.read_text(errors="replace").splitlines() if line.strip()][1:]
+    died = next(
+        (m for line in lines if (m := re.search(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+)", line))), None
+    )
+    if died and int(died[1]) < 0:
+        rank, name = first_rank + int(died[2]), signal.Signals(-int(died[1])).name
+        error = f"killed by {name} on {socket.gethostname()}" + "; out of memory?" * (name == "SIGKILL")
+        record = {"rank": rank, "time_s": time.time(), "error": error, "traceback": "", "killed": True}
+        if not attempt.error_path(rank).exists():
+            write_json(attempt.error_path(rank), record)
     if first := attempt.first_error():
         return f"rank {first['rank']}: {' '.join(str(first['error']).split())}"
-    lines = [line for line in log_path.read_text(errors="replace").splitlines() if line.strip()][1:]
-    for line in lines:
-        if match := re.search(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+)", line):
-            code, local_rank = int(match[1]), match[2]
-            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
-            hint = "; out of host memory?" if -code == signal.SIGKILL else ""
-            return f"local rank {local_rank} {how}{hint}"
     return f"torchrun ended with status {status}: " + (" | ".join(lines[-3:]) or f"{log_path} is empty")
+
+
+def _cache_path(attempt_name: str) -> Path:
+    """Where the ranks of this node keep what they compile, as long as the attempt lasts."""
+    return Path(tempfile.gettempdir()) / f"rechpc-{os.getuid()}-{attempt_name}"
+
+
+def _record_image(run: RunDir, attempt: AttemptDir, config: RunConfig) -> None:
+    """Write which image this attempt runs in, and whether the one before ran in another."""
+    assert config.container.image is not None
+    image = asdict(container.identify(Path(config.container.image)))
+    before = [found for a in run.attempts() if a.name != attempt.name and (found := read_json(a.image_path))]
+    changed = bool(before) and before[-1]["sha256"] != image["sha256"]
+    write_json(attempt.image_path, {**image, **({"changed_from": before[-1]["sha256"]} if changed else {})})
 
 
 def _ensure_outcome(attempt: AttemptDir, run: RunDir, error: str | None) -> None:
@@ -248,3 +336,19 @@ def _ensure_outcome(attempt: AttemptDir, run: RunDir, error: str | None) -> None
         "error": error or "the ranks ended without an outcome",
     }
     write_json(attempt.outcome_path, facts)
+
+
+def main() -> int:
+    """Run one node's part of an attempt, for batch scripts that do not come from `rechpc.submit`."""
+    parser = argparse.ArgumentParser(prog="python -m rechpc.host.task", description=main.__doc__)
+    parser.add_argument("run_dir", help="run directory, as written by python -m rechpc.submit stage=true")
+    try:
+        print(HostTask(parser.parse_args().run_dir)())
+    except RechpcError as error:
+        print(error, file=sys.stderr)
+        return error.exit_status
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -218,6 +218,7 @@ class _Loop:
             iterator = batches.batches(0, batches.steps_per_epoch)
             for _ in range(batches.steps_per_epoch):
                 output: Output = self._pipeline.progress(iterator)
+                self._report.progress()
                 _, logits_B, labels_B, weights_B = output
                 logits.append(logits_B[weights_B > 0])
                 labels.append(labels_B[weights_B > 0])

@@ -1,9 +1,10 @@
-"""The host task and what it is made of: commands, environments, batch scripts, signals, and who outlives whom."""
+"""The host task and what it is made of: commands, environments, meeting points, signals, and who outlives whom."""
 
 import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -11,13 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from rechpc.config import ContainerConfig, ContainerRuntime
-from rechpc.errors import ConfigError
-from rechpc.host import container, provenance, slurm, task
+from rechpc.errors import LaunchError
+from rechpc.host import provenance, slurm, task
 from rechpc.rundir import Outcome, RunDir, StopReason, read_json, write_json
 
 RUN = RunDir(Path("/runs/dlrm/RUN_ID"))
-WRAPPER = ["sh", "-c", 'trap "" USR2 TERM; exec "$@"', "sh", "env"]
 
 
 def wait_for(condition, *, limit_s=30.0):
@@ -36,19 +35,6 @@ def is_running(pid):
 
 
 # Commands and environments
-
-
-def test_without_a_container_the_command_runs_behind_a_shell_that_ignores_the_signals_of_a_job():
-    argv = container.argv(ContainerConfig(), ["python", "x"], env={"B": "2", "A": "1,1"}, binds=["/r"], gpu=True)
-    assert argv == [*WRAPPER, "A=1,1", "B=2", "python", "x"]
-
-
-def test_apptainer_gets_a_clean_environment_the_gpus_and_every_bind():
-    image = ContainerConfig(runtime=ContainerRuntime.apptainer, image="/i.sif", binds=["/opt/x:/y:ro"])
-    argv = container.argv(image, ["python"], env={"A": "1"}, binds=["/r"], gpu=True)
-    outer = ["apptainer", "exec", "--cleanenv", "--rocm", "--bind=/r", "--bind=/opt/x:/y:ro", "/i.sif"]
-    assert argv == [*outer, *WRAPPER, "A=1", "python"]
-    assert "--rocm" not in container.argv(image, ["python"], env={}, binds=[], gpu=False)
 
 
 def test_one_node_meets_on_a_free_loopback_port(make_config):
@@ -88,90 +74,6 @@ def test_a_variable_of_the_configuration_wins_and_more_ranks_than_cpus_still_get
     config = make_config("job.ranks_per_node=8", "+container.env.OMP_WAIT_POLICY=ACTIVE")
     env = task.rank_environment(config, {}, code_path=Path("/r/code"), cpus=2)
     assert (env["OMP_NUM_THREADS"], env["OMP_WAIT_POLICY"]) == ("1", "ACTIVE")
-
-
-# Batch scripts
-
-SCRIPT = """\
-#!/bin/bash
-
-# Parameters
-#SBATCH --account=me
-#SBATCH --cpus-per-task=2
-#SBATCH --error=/runs/dlrm/RUN_ID/submission/%j_0_log.err
-#SBATCH --job-name=dlrm
-#SBATCH --nodes=2
-#SBATCH --ntasks-per-node=1
-#SBATCH --open-mode=append
-#SBATCH --output=/runs/dlrm/RUN_ID/submission/%j_0_log.out
-#SBATCH --partition=low
-#SBATCH --requeue
-#SBATCH --signal=USR2@90
-#SBATCH --time=60
-#SBATCH --wckey=submitit
-
-# setup
-export PYTHONPATH=/runs/dlrm/RUN_ID/code
-export PYTHONSAFEPATH=1
-
-# command
-export SUBMITIT_EXECUTOR=slurm
-srun --unbuffered --output /runs/dlrm/RUN_ID/submission/%j_%t_log.out \
---error /runs/dlrm/RUN_ID/submission/%j_%t_log.err --kill-on-bad-exit=1 --cpu-bind=none --cpus-per-task=2 \
-@PYTHON -u -m submitit.core._submit /runs/dlrm/RUN_ID/submission
-"""
-SLURM_2_NODES = ["cluster=slurm", "job.nodes=2", "job.time_limit_min=60", "job.signal_lead_s=90"]
-
-
-def test_the_batch_script_starts_one_task_per_node_that_can_be_requeued(make_config):
-    config = make_config(*SLURM_2_NODES, "job.partition=low", "job.account=me")
-    assert slurm.batch_script(RUN, config) == SCRIPT.replace("@PYTHON", sys.executable)
-
-
-def test_a_job_that_takes_every_gpu_of_its_nodes_takes_the_whole_nodes(make_config):
-    config = make_config("cluster=slurm", "cluster.device=cuda", "cluster.ranks_per_node=8")
-    lines = slurm.batch_script(RUN, config).splitlines()
-    assert "#SBATCH --gpus-per-node=8" in lines
-    assert "#SBATCH --exclusive" in lines
-    assert not any("cpus-per-task" in line for line in lines)
-
-
-@pytest.mark.parametrize("key", ["partition", "account"])
-def test_a_control_character_never_reaches_the_batch_script(make_config, key):
-    config = make_config("cluster=slurm")
-    setattr(config.job, key, "low\n#SBATCH --qos=high")
-    with pytest.raises(ConfigError, match=f"job.{key}='low.*control character"):
-        slurm.batch_script(RUN, config)
-
-
-def test_sbatch_gets_the_script_of_the_dry_run_and_none_of_the_variables_of_an_outer_job(
-    make_run, tmp_path, monkeypatch
-):
-    run = make_run(*SLURM_2_NODES)
-    bin_path = tmp_path / "bin"
-    bin_path.mkdir()
-    for name, body in {"srun": "", "sbatch": f'cp "$1" {tmp_path}/got; env > {tmp_path}/env; echo "job 42"'}.items():
-        (bin_path / name).write_text(f"#!/bin/sh\n{body}\n")
-        (bin_path / name).chmod(0o755)
-    monkeypatch.setenv("PATH", str(bin_path), prepend=os.pathsep)
-    monkeypatch.setenv("SLURM_CPU_BIND", "cores")
-    monkeypatch.setenv("SLURM_CONF", "/etc/slurm.conf")
-    config = task.load(run.config_path)
-    job = slurm.submit(task.HostTask(str(run.path)), run=run, config=config)
-    assert (job.job_id, job.pid) == ("42", None)
-    assert (tmp_path / "got").read_text() == slurm.batch_script(run, config)
-    env = (tmp_path / "env").read_text().splitlines()
-    assert f"PYTHONPATH={run.code_path}" in env
-    assert [line for line in env if line.startswith("SLURM_")] == ["SLURM_CONF=/etc/slurm.conf"]
-    assert os.environ["SLURM_CPU_BIND"] == "cores"
-
-
-def test_slurm_says_job_restart_and_node(monkeypatch):
-    for name, value in {"SLURM_JOB_ID": "42", "SLURM_RESTART_COUNT": "2", "SLURM_NODEID": "1"}.items():
-        monkeypatch.setenv(name, value)
-    assert slurm.placement(slurm.Launcher.slurm, RUN) == slurm.Placement(
-        attempt_name="42.2", node_rank=1, parent_pid=None
-    )
 
 
 # Provenance
@@ -267,7 +169,10 @@ def test_the_error_of_the_rank_that_failed_first_becomes_the_outcome(start):
 
 def test_a_rank_that_was_killed_without_a_word_is_named(start):
     running = start("vanish", real_torchrun=True)
-    assert running.end()[2]["error"] == "local rank 1 was killed by SIGKILL; out of host memory?"
+    error = f"killed by SIGKILL on {socket.gethostname()}; out of memory?"
+    assert running.end()[2]["error"] == f"rank 1: {error}"
+    word = read_json(running.attempt.error_path(1))
+    assert (word["rank"], word["error"], word["killed"]) == (1, error, True)
 
 
 def test_ranks_that_do_not_stop_in_time_are_killed(start):
@@ -282,10 +187,17 @@ def test_ranks_that_do_not_stop_in_time_are_killed(start):
 
 def test_an_attempt_that_cannot_start_says_so(start, monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
-    running = start("finish", "container=apptainer", "container.image=/i.sif")
-    outcome = running.end()[2]
+    outcome = start("finish").end()[2]
     assert outcome["outcome"] == "failed"
-    assert outcome["error"].startswith("apptainer: cannot be started")
+    assert outcome["error"].startswith(f"sh: cannot be started on {socket.gethostname()}: No such file")
+
+
+def test_a_node_without_the_runtime_of_the_container_begins_no_attempt(start, monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+    running = start("finish", "container=apptainer", "container.image=/i.sif")
+    _, err, outcome = running.end()
+    assert (running.process.returncode, outcome, running.run.attempts()) == (1, None, [])
+    assert "container.runtime=apptainer: apptainer is not on the PATH of this node; job.setup can load it" in err
 
 
 def test_the_same_process_id_twice_gives_two_attempts(make_run, monkeypatch):
@@ -294,23 +206,6 @@ def test_the_same_process_id_twice_gives_two_attempts(make_run, monkeypatch):
     first = slurm.placement(slurm.Launcher.local, run).attempt_name
     run.start_attempt(first)
     assert (first, slurm.placement(slurm.Launcher.local, run).attempt_name) == ("77.0", "77.1")
-
-
-def test_other_nodes_wait_for_node_0_and_meet_where_it_says(make_run):
-    run = make_run("cluster=slurm", "job.nodes=2")
-    config = task.load(run.config_path)
-    place = [slurm.Placement(attempt_name="1.0", node_rank=rank, parent_pid=None) for rank in (0, 1)]
-    attempt, meet = task._begin(run, config, place[0])
-    assert task._begin(run, config, place[1]) == (attempt, meet)
-    assert meet.port > 0
-
-
-def test_node_0_missing_is_an_error_that_says_where_to_look(make_run, monkeypatch):
-    monkeypatch.setattr(task, "_JOIN_TIMEOUT_S", 0.2)
-    run = make_run("cluster=slurm", "job.nodes=2")
-    place = slurm.Placement(attempt_name="1.0", node_rank=1, parent_pid=None)
-    with pytest.raises(task.LaunchError, match="file system that all nodes share"):
-        task._begin(run, task.load(run.config_path), place)
 
 
 def test_a_process_id_that_came_again_is_not_the_job(make_run):
@@ -327,3 +222,100 @@ def test_a_process_id_that_came_again_is_not_the_job(make_run):
     assert slurm.is_alive(job, RunDir(run.path / "copy")) is None
     write_json(run.job_path, {"submissions": [{"launcher": "local"}]})
     assert slurm.newest_job(run) is None
+
+
+# Where nodes meet
+
+
+def place(rank, *, nodes=2):
+    return slurm.Placement(attempt_name="1.0", node_rank=rank, num_nodes=nodes, node_name=f"n{rank}", parent_pid=None)
+
+
+def resolve(monkeypatch, addresses):
+    """Let these names, and no others, have an address."""
+
+    def lookup(name):
+        if name not in addresses:
+            raise socket.gaierror(f"{name} is unknown")
+        return addresses[name]
+
+    monkeypatch.setattr(socket, "gethostbyname", lookup)
+
+
+def test_other_nodes_wait_for_node_0_and_meet_where_it_says(make_run, monkeypatch):
+    resolve(monkeypatch, {"n0": "10.0.0.7"})
+    run = make_run("cluster=slurm", "job.nodes=2")
+    config = task.load(run.config_path)
+    attempt, meet = task._begin(run, config, place(0))
+    assert task._begin(run, config, place(1)) == (attempt, meet)
+    assert (meet.host, meet.port > 0) == ("10.0.0.7", True)
+
+
+def test_node_0_missing_is_an_error_that_says_where_to_look(make_run, monkeypatch):
+    monkeypatch.setattr(task, "_JOIN_TIMEOUT_S", 0.2)
+    run = make_run("cluster=slurm", "job.nodes=2")
+    with pytest.raises(LaunchError, match="file system that all nodes share"):
+        task._begin(run, task.load(run.config_path), place(1))
+
+
+@pytest.mark.parametrize(("asked", "given"), [(2, 3), (2, 1), (1, 2)])
+def test_a_job_of_another_size_than_the_run_is_refused_on_every_node(make_config, tmp_path, asked, given):
+    config = make_config("cluster=slurm", f"job.nodes={asked}")
+    run = RunDir.create(tmp_path, "x")
+    for rank in range(given):
+        with pytest.raises(LaunchError, match=f"job.nodes={asked}, but the job has {given} nodes"):
+            task._begin(run, config, place(rank, nodes=given))
+    assert run.attempts() == []
+
+
+@pytest.mark.parametrize(
+    ("addresses", "found"),
+    [
+        ({"n0": "10.0.0.7", "host": "10.0.0.8"}, "10.0.0.7"),
+        ({"n0": "127.0.0.1", "host": "10.0.0.8"}, "10.0.0.8"),
+        ({"host.cluster": "10.0.0.9"}, "10.0.0.9"),
+    ],
+)
+def test_a_node_is_met_under_the_first_of_its_names_that_leads_to_it_from_elsewhere(monkeypatch, addresses, found):
+    monkeypatch.setattr(socket, "gethostname", lambda: "host")
+    monkeypatch.setattr(socket, "getfqdn", lambda: "host.cluster")
+    resolve(monkeypatch, addresses)
+    assert task._address("n0") == found
+
+
+@pytest.mark.parametrize("addresses", [{}, dict.fromkeys(["n0", "host", "host.cluster"], "127.0.0.1")])
+def test_a_node_that_only_finds_itself_is_an_error_that_names_it(monkeypatch, addresses):
+    monkeypatch.setattr(socket, "gethostname", lambda: "host")
+    monkeypatch.setattr(socket, "getfqdn", lambda: "host.cluster")
+    resolve(monkeypatch, addresses)
+    with pytest.raises(LaunchError, match=r"node n0: neither this name nor host resolves.*/etc/hosts"):
+        task._address("n0")
+
+
+def test_the_port_is_free_and_never_one_that_an_outgoing_connection_may_have():
+    low, high = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+    first = task._free_port("42.0")
+    assert 1024 <= first < low <= high
+    assert task._free_port("42.1") != first
+    with socket.create_server(("", first)):
+        second = task._free_port("42.0")
+        assert second != first
+        assert 1024 <= second < low
+
+
+# The image of an attempt
+
+
+def test_an_attempt_notes_its_image_and_that_it_is_not_the_one_before(make_config, tmp_path):
+    image = tmp_path / "i.sif"
+    config = make_config("container=apptainer", f"container.image={image}")
+    run = RunDir.create(tmp_path, "x")
+    noted = []
+    for name, content in [("1.0", "old"), ("1.1", "old"), ("1.2", "new"), ("1.3", "new")]:
+        image.write_text(content)
+        attempt = run.start_attempt(name)
+        task._record_image(run, attempt, config)
+        noted.append(read_json(attempt.image_path))
+    assert [note["path"] for note in noted] == [str(image)] * 4
+    assert ["changed_from" in note for note in noted] == [False, False, True, False]
+    assert noted[2]["changed_from"] == noted[0]["sha256"] != noted[2]["sha256"]

@@ -183,3 +183,14 @@ def test_evaluations_count_like_losses(run):
     values = {"attempt": 0, "step": 20, "val_auc": 0.7}
     append(run, start(0, 0), *loss(0, 10, 20), values, start(1, 10), *loss(1, 20), {**values, "attempt": 1})
     assert [r["attempt"] for r in run.metrics() if "val_auc" in r] == [1]
+
+
+def test_the_word_of_a_killed_rank_comes_before_what_its_peers_wrote_earlier(run):
+    attempt = run.start_attempt("1.0")
+    assert attempt.first_error() is None
+    for rank, time_s in ((2, 10.0), (0, 11.0)):
+        write_json(attempt.error_path(rank), {"rank": rank, "time_s": time_s, "error": "a peer is gone"})
+    attempt.error_path(3).write_text('{"rank": 3, "ti')
+    assert (attempt.first_error() or {})["rank"] == 2
+    write_json(attempt.error_path(1), {"rank": 1, "time_s": 99.0, "error": "killed", "killed": True})
+    assert (attempt.first_error() or {})["rank"] == 1

@@ -156,6 +156,86 @@ def test_on_slurm_the_heartbeat_decides(run):
     assert "state      unknown: last heartbeat 3 h ago" in status.render(now)
 
 
+@pytest.fixture
+def says(run, monkeypatch):
+    """A job of Slurm's, of which it says this."""
+
+    def set_(name, reason=None):
+        monkeypatch.setattr(slurm, "state", lambda job: slurm.JobState(name=name, reason=reason))
+
+    submitted(run, pid=42, launcher=Launcher.slurm)
+    return set_
+
+
+def test_a_job_that_waits_for_the_first_time_is_queued_and_says_why(run, says):
+    says("PENDING", "Resources")
+    now = status.read_status(run)
+    assert (now.state, now.reason) == (State.queued, "Resources")
+    assert "reason     Resources" in status.render(now)
+
+
+@pytest.mark.parametrize(
+    ("verdict", "state"),
+    [({"again": True}, State.requeued), ({"again": False}, State.preempted), ({}, State.preempted)],
+)
+def test_a_job_that_waits_once_more_was_requeued_by_the_run_or_by_slurm(run, says, verdict, state):
+    says("PENDING", "BeginTime")
+    attempt = began(run, "42.0", **TRAINING)
+    if verdict:
+        write_json(attempt.verdict_path, {**verdict, "failed": False, "reason": "x"})
+    now = status.read_status(run)
+    assert (now.state, now.reason, now.error) == (state, "BeginTime", None)
+    assert "continue" not in status.render(now)
+
+
+def test_a_job_that_runs_is_starting_until_its_attempt_has_begun(run, says):
+    says("RUNNING")
+    assert status.read_status(run).state == State.starting
+    attempt = began(run, "42.0", **TRAINING)
+    assert status.read_status(run).state == State.running
+    write_json(attempt.outcome_path, {"outcome": "requeued", "step": 3, "checkpoint_step": 3, "error": None})
+    assert status.read_status(run).state == State.starting
+
+
+def test_a_cancelled_job_says_how_to_go_on(run, says):
+    says("CANCELLED")
+    began(run, "42.0", **TRAINING)
+    now = status.read_status(run)
+    assert now.state == State.cancelled
+    assert f"-m rechpc.submit resume={run.path}" in status.render(now)
+
+
+def test_a_failed_job_gives_the_reason_of_the_verdict(run, says):
+    says("FAILED", "NonZeroExitCode")
+    assert status.read_status(run).error == "the job ended before its attempt began"
+    attempt = began(run, "42.0", **TRAINING)
+    write_json(attempt.verdict_path, {"again": False, "failed": True, "reason": "given up: 3 crashes"})
+    now = status.read_status(run)
+    assert (now.state, now.error, now.log_path) == (State.failed, "given up: 3 crashes", attempt.node_log_path(0))
+
+
+def test_a_job_that_ran_out_of_time_says_which_keys_to_change(run, says):
+    says("TIMEOUT", "TimeLimit")
+    began(run, "42.0", **TRAINING)
+    now = status.read_status(run)
+    assert now.state == State.failed
+    assert "raise job.time_limit_min, or job.signal_lead_s" in (now.error or "")
+
+
+def test_a_job_that_completed_without_a_result_was_drained_or_failed(run, says):
+    says("COMPLETED")
+    attempt = began(run, "42.0", **TRAINING)
+    assert status.read_status(run).state == State.failed
+    write_json(attempt.outcome_path, {"outcome": "drained", "step": 3, "checkpoint_step": 3, "error": None})
+    assert status.read_status(run).state == State.drained
+
+
+def test_an_attempt_in_another_image_than_the_one_before_says_so(run):
+    attempt = began(run, "by-hand-1.0", **TRAINING)
+    write_json(attempt.image_path, {"path": "/i.sif", "size_bytes": 1, "sha256": "b", "changed_from": "a"})
+    assert "image      not the one before, which had sha256 a" in status.render(status.read_status(run))
+
+
 def test_a_copy_of_a_running_run_is_not_taken_for_a_lost_one(run, tmp_path):
     submitted(run)
     began(run, f"{DEAD_PID}.0", **TRAINING)

@@ -125,13 +125,29 @@ def test_a_mistake_is_one_line_that_names_the_key_and_leaves_nothing(command, ov
 
 
 def test_a_launcher_that_refuses_leaves_no_run_directory(command, monkeypatch):
-    monkeypatch.setenv("PATH", "/nowhere")
-    code, out, err = command("cluster=slurm", "runs_root=runs")
-    assert (code, out) == (1, "")
-    assert (
-        err == 'cluster.launcher=slurm: could not submit: Could not detect "srun", are you indeed on a slurm cluster?\n'
-    )
+    def refuse(*args, **kwargs):
+        raise LaunchError("no")
+
+    monkeypatch.setattr(slurm, "submit", refuse)
+    assert command("runs_root=runs") == (1, "", "no\n")
     assert list(Path("runs/dlrm").iterdir()) == []
+
+
+def test_without_slurm_nothing_is_written_and_a_login_node_is_asked_for(command, monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.setattr(submit, "_check_shared", lambda root: None)  # the temporary directory would be refused
+    code, out, err = command("cluster=slurm", "runs_root=runs")
+    assert (code, out) == (2, "")
+    assert err.startswith("cluster.launcher=slurm: sbatch is not on the PATH; go to a login node")
+    assert list(Path.cwd().iterdir()) == []
+
+
+@pytest.mark.parametrize("root", ["/tmp/runs", "/dev/shm", "/var/tmp/x"])
+def test_a_job_of_slurm_is_not_written_where_other_nodes_cannot_see_it(command, root):
+    code, _, err = command("cluster=slurm", f"runs_root={root}")
+    assert code == 2
+    assert err.startswith(f"runs_root={root}: ")
+    assert "set runs_root= to a file system that all nodes share" in err
 
 
 @pytest.mark.parametrize(

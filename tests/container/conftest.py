@@ -1,0 +1,3 @@
+from tests.cluster.fixtures import cluster
+
+__all__ = ["cluster"]
