@@ -71,7 +71,13 @@ class Cluster:
 
     @property
     def is_up(self) -> bool:
-        return machine.process_id(self.machine) is not None
+        """Whether it was started to the end, and still runs."""
+        return self.up_path.exists() and machine.process_id(self.machine) is not None
+
+    @property
+    def up_path(self) -> Path:
+        """Written last by a start, for one that was killed must not look like a cluster."""
+        return self.path / "up"
 
     def command(
         self, *argv: str, user: str = _USER, cwd: str | None = None, env: Mapping[str, str] | None = None
@@ -108,20 +114,28 @@ class Cluster:
 
 
 def up(cluster: Cluster) -> None:
-    """Start `cluster` and wait until its nodes are idle; raises MachineError, and leaves nothing running then."""
+    """Start `cluster` and wait until its nodes are idle; raises MachineError, and leaves nothing running then.
+
+    One that is up stays as it is, unless it is made of something else or its slurmctld does not answer.
+    """
     parts = stages.build()
+    binds = {
+        CHECKOUT: "/checkout:ro",
+        parts.venv: f"{VENV}:ro",
+        parts.images: f"{Path(IMAGE).parent}:ro",
+        cluster.scratch: SCRATCH,
+        cluster.path / "etc": "/etc/slurm",
+        cluster.path / "log": "/var/log/slurm",
+    }
+    recipe = "\n".join(
+        [f"{parts} {binds}", *(path.read_text() for path in sorted([*_HERE.glob("*.conf"), *_HERE.glob("*.sh")]))]
+    )
     with stages.lock(cluster.path.name):
         if cluster.is_up:
-            return
+            if cluster.up_path.read_text() == recipe and node_states(cluster):
+                return
+            print("test cluster: it has changed or does not answer; starting it again", flush=True)
         _prepare(cluster)
-        binds = {
-            CHECKOUT: "/checkout:ro",
-            parts.venv: f"{VENV}:ro",
-            parts.images: f"{Path(IMAGE).parent}:ro",
-            cluster.scratch: SCRATCH,
-            cluster.path / "etc": "/etc/slurm",
-            cluster.path / "log": "/var/log/slurm",
-        }
         here = cluster.machine
         machine.start(here, tree=parts.host, binds=[f"{source}:{target}" for source, target in binds.items()])
         try:
@@ -132,6 +146,7 @@ def up(cluster: Cluster) -> None:
             machine.run(here, daemons, user="root", timeout_s=_START_TIMEOUT_S)
             if not machine.wait_for(lambda: node_states(cluster) == dict.fromkeys(NODES, "idle"), timeout_s=60):
                 raise MachineError(f"nodes: {node_states(cluster)}, expected idle; see {cluster.path / 'log'}")
+            cluster.up_path.write_text(recipe)
         except BaseException:
             machine.stop(here)
             raise
@@ -140,6 +155,7 @@ def up(cluster: Cluster) -> None:
 def down(cluster: Cluster) -> None:
     """Stop `cluster`, whatever state it is in."""
     with stages.lock(cluster.path.name):
+        cluster.up_path.unlink(missing_ok=True)
         machine.stop(cluster.machine)
 
 
@@ -150,7 +166,8 @@ def node_states(cluster: Cluster) -> dict[str, str]:
 
 
 def _prepare(cluster: Cluster) -> None:
-    """Write the configuration and empty the directories."""
+    """Write the configuration and empty the directories, once nothing uses them any more."""
+    machine.stop(cluster.machine)
     shutil.rmtree(cluster.path, ignore_errors=True)
     for name in ("etc", "log", "scratch"):
         (cluster.path / name).mkdir(parents=True)

@@ -116,13 +116,17 @@ def test_a_job_of_the_higher_partition_preempts_one_of_the_lower(cluster: Cluste
 
 
 def test_a_killed_node_is_noticed_and_comes_back(cluster: Cluster) -> None:
-    wait_until(lambda: node_states(cluster)["n3"] == "idle", lambda: node_states(cluster))
-    cluster.check("sh", "-c", "kill -9 $(cat /run/slurmd.n3.pid)", user="root")
-    wait_until(lambda: node_states(cluster)["n3"].startswith("down"), lambda: node_states(cluster))
+    def state() -> str:
+        return node_states(cluster)["n3"]
 
-    cluster.check("sh", "/checkout/tests/cluster/node.sh", "n3", user="root")
+    wait_until(lambda: state() == "idle", state)
+    try:
+        cluster.check("sh", "-c", "kill -9 $(cat /run/slurmd.n3.pid)", user="root")
+        wait_until(lambda: state().startswith("down"), state)
+    finally:
+        cluster.check("sh", "/checkout/tests/cluster/node.sh", "n3", user="root")
 
-    wait_until(lambda: node_states(cluster)["n3"] == "idle", lambda: node_states(cluster))
+    wait_until(lambda: state() == "idle", state)
 
 
 def test_without_accounting_sacct_fails(cluster: Cluster) -> None:
