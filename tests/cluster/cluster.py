@@ -28,6 +28,7 @@ from tests.cluster.stages import CACHE, CHECKOUT, VENV
 
 NODES = ("n1", "n2", "n3")
 IMAGE = "/srv/images/rechpc-cpu.sif"
+BASE = "/srv/base"  # the tree that the image was made from
 SCRATCH = "/scratch"
 CANNOT_RUN = 3
 
@@ -112,6 +113,14 @@ class Cluster:
         assert done.returncode == 0, f"{' '.join(argv)}: status {done.returncode}\n{done.stdout}{done.stderr}"
         return done.stdout
 
+    def kill_node(self, name: str) -> None:
+        """End a node at once, with all that runs on it; Slurm notices after SlurmdTimeout."""
+        self.check("sh", "/checkout/tests/cluster/node.sh", name, "kill", user="root")
+
+    def start_node(self, name: str) -> None:
+        """Start a node that was killed; it is idle some seconds later."""
+        self.check("sh", "/checkout/tests/cluster/node.sh", name, "start", user="root")
+
 
 def up(cluster: Cluster) -> None:
     """Start `cluster` and wait until its nodes are idle; raises MachineError, and leaves nothing running then.
@@ -123,6 +132,7 @@ def up(cluster: Cluster) -> None:
         CHECKOUT: "/checkout:ro",
         parts.venv: f"{VENV}:ro",
         parts.images: f"{Path(IMAGE).parent}:ro",
+        parts.base: f"{BASE}:ro",
         cluster.scratch: SCRATCH,
         cluster.path / "etc": "/etc/slurm",
         cluster.path / "log": "/var/log/slurm",

@@ -55,6 +55,7 @@ class Parts:
 
     host: Path  # root file system of login node and compute nodes
     venv: Path  # their Python: what the launcher needs, no torch
+    base: Path  # file tree that the image starts from
     images: Path  # a directory with the image for the ranks, on CPUs
 
 
@@ -74,7 +75,7 @@ def build() -> Parts:
         key = _key(base.name, wheels.name, *recipe, *ranges, _make_image)
         images = _stage("image", key, lambda path: _make_image(path, host, base, wheels))
         _remove_unused()
-    return Parts(host=host, venv=venv, images=images)
+    return Parts(host=host, venv=venv, base=base, images=images)
 
 
 @contextmanager
