@@ -28,6 +28,7 @@ from tests.cluster.stages import CACHE, CHECKOUT, VENV
 
 NODES = ("n1", "n2", "n3")
 IMAGE = "/srv/images/rechpc-cpu.sif"
+BASE = "/srv/base"  # the tree that the image was made from
 SCRATCH = "/scratch"
 CANNOT_RUN = 3
 
@@ -71,7 +72,13 @@ class Cluster:
 
     @property
     def is_up(self) -> bool:
-        return machine.process_id(self.machine) is not None
+        """Whether it was started to the end, and still runs."""
+        return self.up_path.exists() and machine.process_id(self.machine) is not None
+
+    @property
+    def up_path(self) -> Path:
+        """Written last by a start, for one that was killed must not look like a cluster."""
+        return self.path / "up"
 
     def command(
         self, *argv: str, user: str = _USER, cwd: str | None = None, env: Mapping[str, str] | None = None
@@ -106,22 +113,39 @@ class Cluster:
         assert done.returncode == 0, f"{' '.join(argv)}: status {done.returncode}\n{done.stdout}{done.stderr}"
         return done.stdout
 
+    def kill_node(self, name: str) -> None:
+        """End a node at once, with all that runs on it; Slurm notices after SlurmdTimeout."""
+        self.check("sh", "/checkout/tests/cluster/node.sh", name, "kill", user="root")
+
+    def start_node(self, name: str) -> None:
+        """Start a node that was killed; it is idle some seconds later."""
+        self.check("sh", "/checkout/tests/cluster/node.sh", name, "start", user="root")
+
 
 def up(cluster: Cluster) -> None:
-    """Start `cluster` and wait until its nodes are idle; raises MachineError, and leaves nothing running then."""
+    """Start `cluster` and wait until its nodes are idle; raises MachineError, and leaves nothing running then.
+
+    One that is up stays as it is, unless it is made of something else or its slurmctld does not answer.
+    """
     parts = stages.build()
+    binds = {
+        CHECKOUT: "/checkout:ro",
+        parts.venv: f"{VENV}:ro",
+        parts.images: f"{Path(IMAGE).parent}:ro",
+        parts.base: f"{BASE}:ro",
+        cluster.scratch: SCRATCH,
+        cluster.path / "etc": "/etc/slurm",
+        cluster.path / "log": "/var/log/slurm",
+    }
+    recipe = "\n".join(
+        [f"{parts} {binds}", *(path.read_text() for path in sorted([*_HERE.glob("*.conf"), *_HERE.glob("*.sh")]))]
+    )
     with stages.lock(cluster.path.name):
         if cluster.is_up:
-            return
+            if cluster.up_path.read_text() == recipe and node_states(cluster):
+                return
+            print("test cluster: it has changed or does not answer; starting it again", flush=True)
         _prepare(cluster)
-        binds = {
-            CHECKOUT: "/checkout:ro",
-            parts.venv: f"{VENV}:ro",
-            parts.images: f"{Path(IMAGE).parent}:ro",
-            cluster.scratch: SCRATCH,
-            cluster.path / "etc": "/etc/slurm",
-            cluster.path / "log": "/var/log/slurm",
-        }
         here = cluster.machine
         machine.start(here, tree=parts.host, binds=[f"{source}:{target}" for source, target in binds.items()])
         try:
@@ -132,6 +156,7 @@ def up(cluster: Cluster) -> None:
             machine.run(here, daemons, user="root", timeout_s=_START_TIMEOUT_S)
             if not machine.wait_for(lambda: node_states(cluster) == dict.fromkeys(NODES, "idle"), timeout_s=60):
                 raise MachineError(f"nodes: {node_states(cluster)}, expected idle; see {cluster.path / 'log'}")
+            cluster.up_path.write_text(recipe)
         except BaseException:
             machine.stop(here)
             raise
@@ -140,6 +165,7 @@ def up(cluster: Cluster) -> None:
 def down(cluster: Cluster) -> None:
     """Stop `cluster`, whatever state it is in."""
     with stages.lock(cluster.path.name):
+        cluster.up_path.unlink(missing_ok=True)
         machine.stop(cluster.machine)
 
 
@@ -150,7 +176,8 @@ def node_states(cluster: Cluster) -> dict[str, str]:
 
 
 def _prepare(cluster: Cluster) -> None:
-    """Write the configuration and empty the directories."""
+    """Write the configuration and empty the directories, once nothing uses them any more."""
+    machine.stop(cluster.machine)
     shutil.rmtree(cluster.path, ignore_errors=True)
     for name in ("etc", "log", "scratch"):
         (cluster.path / name).mkdir(parents=True)

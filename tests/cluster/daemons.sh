@@ -38,5 +38,5 @@ fi
 
 slurmctld -c
 for node in n1 n2 n3; do
-  sh "${0%/*}/node.sh" "$node"
+  sh "${0%/*}/node.sh" "$node" start
 done

@@ -38,6 +38,7 @@ _HOST_PACKAGES = (
     "slurmdbd squashfuse tini"
 )
 _IMAGE_PACKAGES = "ca-certificates libgomp1 python3 python3-venv"
+_PIP_STATE, _IMAGE_STATE = CACHE / "machines/rechpc-pip", CACHE / "machines/rechpc-image"
 _USER = "hpc"
 _KEEP_UNUSED_S = 14 * 24 * 3600.0
 _NEED_GIB = 8
@@ -54,6 +55,7 @@ class Parts:
 
     host: Path  # root file system of login node and compute nodes
     venv: Path  # their Python: what the launcher needs, no torch
+    base: Path  # file tree that the image starts from
     images: Path  # a directory with the image for the ranks, on CPUs
 
 
@@ -73,7 +75,7 @@ def build() -> Parts:
         key = _key(base.name, wheels.name, *recipe, *ranges, _make_image)
         images = _stage("image", key, lambda path: _make_image(path, host, base, wheels))
         _remove_unused()
-    return Parts(host=host, venv=venv, images=images)
+    return Parts(host=host, venv=venv, base=base, images=images)
 
 
 @contextmanager
@@ -105,8 +107,11 @@ def _stage(name: str, key: str, make: Callable[[Path], None]) -> Path:
     """The directory of a stage, which `make` fills where it is not there yet."""
     done = CACHE / f"{name}-{key}"
     if not done.exists():
-        for left_over in CACHE.glob(f"{name}-*.partial"):
-            shutil.rmtree(left_over)
+        if left_overs := list(CACHE.glob(f"{name}-*.partial")):
+            for state in (_PIP_STATE, _IMAGE_STATE):
+                machine.stop(Machine(state=state))  # of a build that was killed; it may write there still
+            for left_over in left_overs:
+                shutil.rmtree(left_over)
         free_gib = shutil.disk_usage(CACHE).free >> 30
         if free_gib < _NEED_GIB:
             raise BuildError(f"{CACHE}: {free_gib} GiB free, expected {_NEED_GIB}; set RECHPC_CACHE to another place")
@@ -160,7 +165,10 @@ def _debian(path: Path, suite: str, packages: str, *, sources: tuple[str, ...], 
         settings.write("".join(f"{line}\n" for line in [*configured, *more]))
         settings.flush()
         chosen = [f"--aptopt={settings.name}", f"--include={packages.replace(' ', ',')}", *options]
-        _call("mmdebstrap", "--mode=root", "--variant=minbase", *chosen, suite, path, *lines)
+        # It mounts this machine's devices in the tree, and a build that is killed must leave neither them nor it.
+        alone = ["unshare", "--mount", "--propagation", "private", "--pid", "--fork", "--kill-child", "--mount-proc"]
+        bound = ["setpriv", "--pdeathsig", "KILL", "--", *alone, "--"]
+        _call(*bound, "mmdebstrap", "--mode=root", "--variant=minbase", *chosen, suite, path, *lines)
 
 
 def debian_mirror() -> str:
@@ -206,7 +214,7 @@ def _run_pip(tree: Path, output: Path, target: str, commands: list[list[str]]) -
             *(f"{output}:{target}", f"{configuration.name}:/etc/pip.conf:ro"),
             *("/:/host:ro", f"{_CONTAINERS}:/srv/containers:ro"),
         ]
-        here = Machine(state=CACHE / "machines/rechpc-pip")
+        here = Machine(state=_PIP_STATE)
         with machine.running(here, tree=tree, binds=binds, has_network=True):
             for argv in commands:
                 machine.run(here, argv, user="root", timeout_s=_TIMEOUT_S)
@@ -247,7 +255,7 @@ def _make_image(path: Path, host: Path, base: Path, wheels: Path) -> None:
         "APPTAINER_CACHEDIR": "/tmp/cache",  # on the disk
     }
     script = ["/checkout/containers/build.sh", "cpu", "/srv/output/rechpc-cpu.sif"]
-    here = Machine(state=CACHE / "machines/rechpc-image")
+    here = Machine(state=_IMAGE_STATE)
     with machine.running(here, tree=host, binds=binds):
         text = machine.run(here, script, user=_USER, env=variables, timeout_s=_TIMEOUT_S)
     print("\n".join(text.splitlines()[-2:]), flush=True)  # size and sha256
@@ -263,5 +271,5 @@ def _call(*argv: str | Path) -> str:
     done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
     if done.returncode != 0:
         last = "\n".join(done.stderr.splitlines()[-20:])
-        raise BuildError(f"{argv[0]}: ended with status {done.returncode}:\n{last}")
+        raise BuildError(f"{shlex.join(map(str, argv))}: ended with status {done.returncode}:\n{last}")
     return done.stdout

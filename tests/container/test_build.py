@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.cluster.cluster import IMAGE, SCRATCH, Cluster
+from tests.cluster.cluster import BASE, IMAGE, SCRATCH, Cluster
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -26,17 +26,24 @@ def test_an_unknown_variant_is_refused(cluster: Cluster) -> None:
     assert "rocm|rocm-gfx90a|cpu" in done.stderr
 
 
-def test_a_torch_for_other_gpus_fails_the_build(cluster: Cluster) -> None:
-    cluster.check("mkdir", "-p", f"{SCRATCH}/tmp")
-
+def test_a_base_without_torch_and_pip_fails_the_build_for_gpus(cluster: Cluster) -> None:
     done = cluster.run(
-        *("apptainer", "build", "--build-arg", "BOOTSTRAP=localimage", "--build-arg", f"BASE={IMAGE}"),
+        *("apptainer", "build", "--build-arg", "BOOTSTRAP=localimage", "--build-arg", f"BASE={BASE}"),
         *("--build-arg", "ARCH=gfx90a", f"{SCRATCH}/wrong.sif", "containers/rechpc.def"),
         cwd="/checkout",
-        env={"APPTAINER_TMPDIR": f"{SCRATCH}/tmp", "APPTAINER_CACHEDIR": f"{SCRATCH}/tmp"},
         timeout_s=300,
     )
 
     assert done.returncode != 0
-    assert "was not built for ROCm" in done.stdout + done.stderr
+    assert f"/usr/bin/python3 in {BASE} has no pip" in done.stdout + done.stderr
     assert not (cluster.scratch / "wrong.sif").exists()
+
+
+def test_a_torch_for_other_hardware_fails_the_check_that_ends_a_build(cluster: Cluster) -> None:
+    check = ("python", "-I", "/opt/rechpc/install.py", "check")
+    good = cluster.run("apptainer", "exec", IMAGE, *check, "cpu", timeout_s=120)
+    bad = cluster.run("apptainer", "exec", IMAGE, *check, "gfx942,gfx950", timeout_s=120)
+
+    assert good.returncode == 0, good.stderr
+    assert bad.returncode == 1
+    assert "was not built for ROCm" in bad.stderr

@@ -116,13 +116,22 @@ def test_a_job_of_the_higher_partition_preempts_one_of_the_lower(cluster: Cluste
 
 
 def test_a_killed_node_is_noticed_and_comes_back(cluster: Cluster) -> None:
-    wait_until(lambda: node_states(cluster)["n3"] == "idle", lambda: node_states(cluster))
-    cluster.check("sh", "-c", "kill -9 $(cat /run/slurmd.n3.pid)", user="root")
-    wait_until(lambda: node_states(cluster)["n3"].startswith("down"), lambda: node_states(cluster))
+    def state() -> str:
+        return node_states(cluster)["n3"]
 
-    cluster.check("sh", "/checkout/tests/cluster/node.sh", "n3", user="root")
+    wait_until(lambda: state() == "idle", state)
+    job_id = submit(cluster, "--nodelist=n3", "--no-requeue", script=f"echo $$ >{SCRATCH}/lost; exec sleep 600")
+    lost = cluster.scratch / "lost"
+    wait_until(lambda: lost.exists() and bool(lost.read_text()), lambda: job(cluster, job_id))
+    try:
+        cluster.kill_node("n3")
+        assert cluster.run("test", "-e", f"/proc/{lost.read_text().strip()}").returncode == 1
+        wait_until(lambda: state().startswith("down"), state)
+        assert job(cluster, job_id)["JobState"] == "NODE_FAIL"
+    finally:
+        cluster.start_node("n3")
 
-    wait_until(lambda: node_states(cluster)["n3"] == "idle", lambda: node_states(cluster))
+    wait_until(lambda: state() == "idle", state)
 
 
 def test_without_accounting_sacct_fails(cluster: Cluster) -> None:
