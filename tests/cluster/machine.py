@@ -135,7 +135,7 @@ def command(
     pid = process_id(machine)
     if pid is None:
         raise MachineError(f"{machine.state.name} does not run")
-    home = "/root" if user == "root" else f"/home/{user}"
+    home = "/" if user == "root" else f"/home/{user}"
     keep = ("TERM", "http_proxy", "https_proxy", "no_proxy")
     variables = {
         **{name: os.environ[name] for name in keep if name in os.environ},
