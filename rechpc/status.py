@@ -70,7 +70,9 @@ def read_status(run: RunDir) -> RunStatus:
     result = _read(run.result_path)
     beat_at_s = heartbeat.get("time_s")
     age_s = None if beat_at_s is None else max(0.0, time.time() - beat_at_s)
-    said = slurm.state(job) if job and not result else None
+    # A copy of the directory, and an attempt that was started by hand, say nothing about the job.
+    about_job = job is not None and job.path == str(run.path) and (attempt is None or _is_of(attempt, job))
+    said = slurm.state(job) if job and about_job and not result else None
     state = State.finished if result else _state(run, job, attempt, outcome, heartbeat, age_s)
     if said and not result:
         state = _slurm_state(said, attempt, outcome, heartbeat)
@@ -80,7 +82,7 @@ def read_status(run: RunDir) -> RunStatus:
         state=state,
         num_attempts=len(_attempts(run)),
         job=job,
-        reason=said.reason if said and said.name == "PENDING" else None,
+        reason=said.reason if said and said.pending else None,
         image_changed_from=_read(attempt.image_path).get("changed_from") if attempt else None,
         phase=heartbeat.get("phase"),
         heartbeat_age_s=age_s,
@@ -209,7 +211,7 @@ def _slurm_state(
     said: slurm.JobState, attempt: AttemptDir | None, outcome: dict[str, Any], heartbeat: dict[str, Any]
 ) -> State:
     """Where a Slurm job stands: its queue knows whether it lives, the run directory what it does."""
-    if said.name == "PENDING":
+    if said.pending:
         if attempt is None:
             return State.queued
         return State.requeued if _read(attempt.verdict_path).get("again") else State.preempted

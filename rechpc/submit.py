@@ -167,8 +167,12 @@ def _resumed(run: RunDir, command: CommandConfig, overrides: list[str]) -> RunCo
             f"resume={run.path}: finished ({result_line(status.result)}); to train further, start a new run "
             "with a larger trainer.epochs or trainer.max_steps"
         )
-    if slurm.is_alive(status.job, run):
-        pid = status.job.pid if status.job else None
+    if status.job and slurm.is_alive(status.job, run):
+        if status.job.launcher is Launcher.slurm:
+            raise ConfigError(
+                f"resume={run.path}: job {status.job.job_id} is still there; `scancel {status.job.job_id}` ends it"
+            )
+        pid = status.job.pid
         raise ConfigError(
             f"resume={run.path}: still running as process {pid}; `kill {pid}` makes it save and stop, "
             f"python -m rechpc.status {run.path} shows it"

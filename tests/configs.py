@@ -43,7 +43,9 @@ def changed(*overrides: str) -> CommandConfig:
     """As `compose`, but quicker where many differ in values alone; a value is YAML here."""
     groups = [o for o in overrides if (product.CONF_PATH / o.partition("=")[0]).is_dir()]
     values = OmegaConf.from_dotlist([o for o in overrides if o not in groups])
-    return product.typed(OmegaConf.merge(_composed(*groups), values))
+    base = _composed(*groups).copy()
+    OmegaConf.set_struct(base, False)  # `typed` refuses what the schema does not know
+    return product.typed(OmegaConf.merge(base, values))
 
 
 def tiny(*overrides: str, world_size: int = 1) -> CommandConfig:

@@ -72,8 +72,9 @@ def identify(image: Path) -> Image:
     An image has tens of GB: reading all of it takes a minute or more.
     """
     recorded = image.with_name(f"{image.name}.sha256")
-    if recorded.exists() and recorded.stat().st_mtime >= image.stat().st_mtime:
-        digest = recorded.read_text().split()[0]
+    words = recorded.read_text().split() if recorded.exists() else []
+    if words and recorded.stat().st_mtime >= image.stat().st_mtime:
+        digest = words[0]
     else:
         with image.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()

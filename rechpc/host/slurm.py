@@ -64,8 +64,16 @@ class JobState:
     def ended(self) -> bool:
         return self.name in _ENDED
 
+    @property
+    def pending(self) -> bool:
+        return self.name in _PENDING
 
-_ENDED = {"BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "TIMEOUT"}
+
+_ENDED = {
+    *("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED"),
+    *("REVOKED", "TIMEOUT"),
+}
+_PENDING = {"PENDING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT"}
 
 
 def check(run: RunDir, config: RunConfig) -> None:
@@ -152,6 +160,12 @@ def state(job: Job) -> JobState | None:
     return None
 
 
+def node_address(node_name: str) -> str | None:
+    """Where Slurm finds a node; None where it does not say."""
+    match = re.search(r"NodeAddr=(\S+)", _ask("scontrol", "show", "node", "--oneliner", node_name))
+    return match[1] if match else None
+
+
 def cancel(job: Job) -> None:
     """End a job. Raises LaunchError when Slurm refuses."""
     _tell("scancel", job.job_id)
@@ -177,8 +191,8 @@ def check_site(run: RunDir, config: RunConfig) -> None:
             "or choose cluster=local"
         )
     partition = config.job.partition
-    known = _ask("sinfo", "--noheader", "--format=%R").split()
-    if partition and known and partition not in known:
+    known = _ask("sinfo", "--all", "--noheader", "--format=%R").split()
+    if partition and known and not set(partition.split(",")) <= set(known):
         raise ConfigError(f"job.partition={partition}: no such partition; expected one of {', '.join(sorted(known))}")
     limits = dict(re.findall(r"(\w+)=(\S+)", _ask("scontrol", "show", "partition", "--oneliner", partition or "")))
     minutes = _minutes(limits.get("MaxTime", "UNLIMITED"))

@@ -201,13 +201,15 @@ def _begin(run: RunDir, config: RunConfig, here: slurm.Placement) -> tuple[Attem
 
 
 def _address(node_name: str) -> str:
-    """The address of this node for the others; Slurm's name of it need not resolve, the host's may."""
-    for name in (node_name, socket.gethostname(), socket.getfqdn()):
+    """The address of this node for the others: the one that Slurm itself uses, else that of a name of this host."""
+    for name in (slurm.node_address(node_name), node_name, socket.gethostname(), socket.getfqdn()):
         try:
-            address = socket.gethostbyname(name)
+            address = socket.gethostbyname(name) if name else "127.0.0.1"
         except OSError:
             continue
-        if address != "127.0.0.1":  # with it every node would wait for itself
+        # With a loopback address every node would wait for itself (Debian gives one to the host name). Where it is
+        # Slurm's own, all nodes are on one machine.
+        if not address.startswith("127.") or address == slurm.node_address(node_name):
             return address
     raise LaunchError(
         f"node {node_name}: neither this name nor {socket.gethostname()} resolves to an address that other nodes can "

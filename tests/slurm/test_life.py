@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.cluster.cluster import Cluster
 
+from tests.cluster.cluster import Cluster
 from tests.slurm.runs import (
     ON_CLUSTER,
     SMALL,

@@ -1,8 +1,8 @@
 """What a site would refuse costs one line and exit status 2; nothing is queued and nothing left behind."""
 
 import pytest
-from tests.cluster.cluster import IMAGE, SCRATCH, Cluster
 
+from tests.cluster.cluster import IMAGE, SCRATCH, Cluster
 from tests.slurm.runs import ON_CLUSTER
 
 
