@@ -79,7 +79,7 @@ def start(machine: Machine, *, tree: Path, binds: Sequence[str] = (), has_networ
             stderr=log,
             start_new_session=True,
         )
-    ready = Path(f"/proc/{process.pid}/root/run/ready")  # its root is the tree once pivot_root is done
+    ready = Path("/proc", str(process.pid), "root", "run/ready")  # its root is the tree once pivot_root is done
     if not wait_for(lambda: ready.exists() or process.poll() is not None, timeout_s=60) or process.poll() is not None:
         stop(machine)
         raise MachineError(f"{machine.state.name} did not start: {log_path.read_text().strip()}")
