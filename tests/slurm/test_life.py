@@ -1,7 +1,6 @@
 """The life of a run on a real Slurm with a real Apptainer: whatever stops it, it ends with the same model."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -145,45 +144,15 @@ def test_a_lost_node_is_replaced(cluster: Cluster, undisturbed: ClusterRun) -> N
             run.wait_for_step(25)
             nodes = cluster.check("squeue", "--noheader", f"--jobs={run.job_id}", "--format=%N").strip()
             lost = cluster.check("scontrol", "show", "hostnames", nodes).split()[-1]
-            kill_node(cluster, lost)
+            cluster.kill_node(lost)
             run.wait_until(lambda: len(run.attempts()) > 1, "a second attempt")
             assert_same_end(run, undisturbed)
     finally:
-        cluster.check("sh", "/checkout/tests/cluster/node.sh", lost, user="root")
+        cluster.start_node(lost)
         wait_until(
             lambda: "idle" in cluster.check("sinfo", "--noheader", f"--nodes={lost}", "--format=%T"),
             lambda: f"{lost} to be idle again",
         )
-
-
-def kill_node(cluster: Cluster, name: str) -> None:
-    """SIGKILL a node's slurmd and the processes that it started."""
-    for process in Path("/proc").iterdir():
-        try:
-            argv = (process / "cmdline").read_bytes().split(b"\0")
-        except OSError:
-            continue
-        is_daemon = argv[:3] == [b"slurmd", b"-N", name.encode()]
-        # A step daemon calls itself "slurmstepd: [job.step]"; its node is in its environment.
-        is_step = argv[0].startswith(b"slurmstepd: [") and _is_of(process, name)
-        if is_daemon or is_step:
-            os.kill(int(process.name), signal.SIGKILL)
-
-
-def _is_of(process: Path, name: str) -> bool:
-    """Whether a process belongs to this node: each has a host name of its own."""
-    node = next(
-        p for p in Path("/proc").iterdir()
-        if p.name.isdigit() and _argv(p)[:3] in ([b"slurmd", b"-N", name.encode()],)
-    )  # fmt: skip
-    return os.readlink(process / "ns/uts") == os.readlink(node / "ns/uts")
-
-
-def _argv(process: Path) -> list[bytes]:
-    try:
-        return (process / "cmdline").read_bytes().split(b"\0")
-    except OSError:
-        return []
 
 
 def test_a_cancelled_run_is_not_requeued(cluster: Cluster) -> None:
