@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from rechpc.config import RunConfig
 from rechpc.errors import LaunchError
 from rechpc.host import slurm
+from rechpc.host.task import ensure_outcome
 from rechpc.rules import load
 from rechpc.rundir import AttemptDir, Outcome, RunDir, read_json, write_json
 
@@ -76,14 +77,8 @@ def finish(run: RunDir, config: RunConfig, *, attempt: AttemptDir | None, launch
     if attempt is None:
         reason = f"srun ended with status {launch_status} before an attempt began; see {run.submission_path}"
         return Verdict(again=False, failed=True, reason=reason)
-    if not attempt.outcome_path.exists():
-        facts = {
-            "outcome": Outcome.failed,
-            "step": int((read_json(attempt.heartbeat_path) or {}).get("step", 0)),
-            "checkpoint_step": next(iter(run.committed_steps()), None),
-            "error": _error(attempt, f"srun ended with status {launch_status}"),
-        }
-        write_json(attempt.outcome_path, facts)
+    # Where srun was ended from outside, node 0 had no time for it.
+    ensure_outcome(attempt, run, _error(attempt, f"srun ended with status {launch_status}"))
     verdict = decide(_history(run, until=attempt), max_attempts=config.job.max_attempts)
     if verdict.again:
         try:

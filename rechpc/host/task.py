@@ -75,7 +75,7 @@ class HostTask:
         error = _run_ranks(argv, log_path, attempt, stop, config.job, first_rank=first_rank)
         shutil.rmtree(_cache_path(attempt.name), ignore_errors=True)
         if here.node_rank == 0:
-            _ensure_outcome(attempt, run, error)
+            ensure_outcome(attempt, run, error)
         # What the ranks agreed on counts, even where one of them broke on its way out.
         outcome = read_json(attempt.outcome_path) or {"outcome": Outcome.failed if error else "ended", "error": error}
         if outcome["outcome"] == Outcome.failed:
@@ -327,7 +327,7 @@ def _record_image(run: RunDir, attempt: AttemptDir, config: RunConfig) -> None:
     write_json(attempt.image_path, {**image, **({"changed_from": before[-1]["sha256"]} if changed else {})})
 
 
-def _ensure_outcome(attempt: AttemptDir, run: RunDir, error: str | None) -> None:
+def ensure_outcome(attempt: AttemptDir, run: RunDir, error: str | None) -> None:
     """Write the outcome that the ranks did not live to write."""
     if attempt.outcome_path.exists():
         return
