@@ -52,15 +52,6 @@ class Batch(Pipelineable):
         for part in (self.dense_BF, self.sparse, self.labels_B, self.weights_B):
             part.record_stream(stream)  # type: ignore[arg-type]
 
-    def pin_memory(self) -> "Batch":
-        """The same batch in page-locked memory."""
-        return Batch(
-            dense_BF=self.dense_BF.pin_memory(),
-            sparse=self.sparse.pin_memory(),
-            labels_B=self.labels_B.pin_memory(),
-            weights_B=self.weights_B.pin_memory(),
-        )
-
 
 class GlobalBatches:
     """The sequence of global batches of one split, as one rank sees it."""

@@ -54,7 +54,7 @@ def run_attempt(config: RunConfig, run: RunDir, attempt: AttemptDir, env: RankEn
         if env.rank == 0:
             stack.enter_context(lifeline.lock(run))
         here = stack.enter_context(process.start(config, env))
-        report = Report(run, attempt, here, config)
+        report = Report(run, attempt, here)
         loop = _Loop(config, run, attempt, here, report)
         reason = loop.train()
         outcome = Outcome.finished

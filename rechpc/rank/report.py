@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from rechpc.config import RunConfig
 from rechpc.rank.metrics import entropy
 from rechpc.rank.process import Process
 from rechpc.rundir import AttemptDir, Outcome, RunDir, write_json
@@ -26,13 +25,12 @@ _HEARTBEAT_S = 0.5
 class Report:
     """Files of one attempt that rank 0 keeps up to date."""
 
-    def __init__(self, run: RunDir, attempt: AttemptDir, process: Process, config: RunConfig) -> None:
+    def __init__(self, run: RunDir, attempt: AttemptDir, process: Process) -> None:
         self._run = run
         self._attempt = attempt
         self._ordinal = attempt.ordinal
         self._active = process.is_main
         self._device = process.device
-        self._sparse = str(config.sharding.type)
         self._progress: dict[str, Any] = {}
         self._last_heartbeat_s = 0.0
         self._metrics = None
