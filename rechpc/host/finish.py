@@ -6,7 +6,7 @@ host tasks of the others too. Its exit status becomes the state of the job. Slur
 
 import argparse
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from rechpc.config import RunConfig
 from rechpc.errors import LaunchError
@@ -80,12 +80,13 @@ def finish(run: RunDir, config: RunConfig, *, attempt: AttemptDir | None, launch
     # Where srun was ended from outside, node 0 had no time for it.
     ensure_outcome(attempt, run, _error(attempt, f"srun ended with status {launch_status}"))
     verdict = decide(_history(run, until=attempt), max_attempts=config.job.max_attempts)
+    write_json(attempt.verdict_path, asdict(verdict))  # first: a requeue ends this process too
     if verdict.again:
         try:
             slurm.requeue()
         except LaunchError as error:
             verdict = Verdict(again=False, failed=True, reason=str(error))
-    write_json(attempt.verdict_path, {"again": verdict.again, "failed": verdict.failed, "reason": verdict.reason})
+            write_json(attempt.verdict_path, asdict(verdict))
     return verdict
 
 
