@@ -126,7 +126,7 @@ class JobConfig:
     exclusive: bool | None = option(None, "whole nodes; null: if the job takes all ranks that a node has")
     cpus_per_rank: int | None = option(None, "CPUs for each rank; null: 1, or all of an exclusive node", low=1)
     memory_gib: int | None = option(None, "memory of each node; 0: all of it", low=0)
-    sbatch: dict[str, str] = option({}, "further options of sbatch by name, as +job.sbatch.comment=text")
+    sbatch: dict[str, str] = option({}, "further options of sbatch by name, as +job.sbatch.comment=text or .hold=true")
     srun: list[str] = option([], "further arguments of srun")
     setup: list[str] = option([], "shell lines of the batch script in front of srun, such as module load")
 

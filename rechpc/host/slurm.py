@@ -75,6 +75,16 @@ _ENDED = {
 }
 _PENDING = {"PENDING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT"}
 
+# Options of sbatch that a key stands for already; given a second time, in job.sbatch, one of the two would win
+# without a word.
+_KEY_OF_OPTION = {
+    **{name: f"job.{name}" for name in ("partition", "account", "qos", "constraint", "reservation", "nodelist")},
+    **{name: f"job.{name}" for name in ("exclude", "dependency", "nodes", "exclusive")},
+    **{"mail-user": "job.mail_user", "mail-type": "job.mail_type", "time": "job.time_limit_min", "job-name": "name"},
+    **{"mem": "job.memory_gib", "cpus-per-task": "job.cpus_per_rank", "signal": "job.signal_lead_s"},
+}
+_OWN_OPTIONS = {"array", "error", "ntasks", "ntasks-per-node", "open-mode", "output", "requeue", "no-requeue", "wrap"}
+
 
 def check(run: RunDir, config: RunConfig) -> None:
     """Raise ConfigError for text that would change the meaning of the batch script or of submitit's file names."""
@@ -89,6 +99,16 @@ def check(run: RunDir, config: RunConfig) -> None:
             raise ConfigError(f"{key}={text!r}: has a control character, which would break the batch script; remove it")
     if "%" in str(run.path):
         raise ConfigError(f"runs_root={run.path}: has a '%', which Slurm and submitit replace; choose another path")
+    for name in config.job.sbatch:
+        if name in _KEY_OF_OPTION:
+            raise ConfigError(f"job.sbatch.{name}: --{name} comes from {_KEY_OF_OPTION[name]}; set that instead")
+        if name in _OWN_OPTIONS:
+            raise ConfigError(f"job.sbatch.{name}: rechpc sets --{name} itself; leave it out")
+        if name in ("gres", "gpus-per-node") and config.cluster.gpu_request is not GpuRequest.none:
+            raise ConfigError(
+                f"job.sbatch.{name}: cluster.gpu_request={config.cluster.gpu_request} asks for GPUs already; "
+                "set cluster.gpu_request=none to ask in your own words"
+            )
 
 
 def submit(task: Callable[[], str], *, run: RunDir, config: RunConfig) -> Job:
@@ -298,7 +318,7 @@ def _sbatch_parameters(run: RunDir, config: RunConfig) -> dict[str, Any]:
         "additional_parameters": {
             "requeue": True,
             **({"reservation": job.reservation} if job.reservation else {}),
-            **job.sbatch,
+            **_options(job.sbatch),
         },
         # srun of Slurm 22.05 and 23.02 does not take the CPUs from sbatch.
         "srun_args": [
@@ -308,7 +328,15 @@ def _sbatch_parameters(run: RunDir, config: RunConfig) -> dict[str, Any]:
             *job.srun,
         ],
     }
-    return {name: value for name, value in parameters.items() if value is not None}
+    # submitit's default, its own name, is refused by a site that knows its wckeys.
+    return {**{name: value for name, value in parameters.items() if value is not None}, "wckey": None}
+
+
+def _options(given: dict[str, str]) -> dict[str, str | bool]:
+    """For submitit: an option that is `true` stands alone, one that is `false` (to undo a site's) is left out."""
+    return {
+        name: True if value.lower() == "true" else value for name, value in given.items() if value.lower() != "false"
+    }
 
 
 def _setup(run: RunDir) -> list[str]:

@@ -58,7 +58,6 @@ SCRIPT = """\
 #SBATCH --requeue
 #SBATCH --signal=USR2@90
 #SBATCH --time=60
-#SBATCH --wckey=submitit
 
 # setup
 export PYTHONPATH=/runs/dlrm/RUN_ID/code
@@ -121,6 +120,7 @@ LINES = {
     "cpus_per_rank=7": "#SBATCH --cpus-per-task=7",
     "memory_gib=64": "#SBATCH --mem=64G",
     "sbatch.comment=a word": "#SBATCH --comment='a word'",
+    "sbatch.hold=true": "#SBATCH --hold",
     "srun=[--mpi=none]": " --cpus-per-task=1 --mpi=none ",
     "setup=[module load x]": "\nmodule load x\n",
 }
@@ -156,6 +156,41 @@ def test_what_a_node_gives_depends_on_more_than_one_key(settings, there, absent)
     script = slurm.batch_script(RUN, tiny("cluster.launcher=slurm", *settings, world_size=2))
     assert {f"#SBATCH {option}" for option in there} <= set(script.split("\n"))
     assert absent not in script
+
+
+def test_an_option_that_is_false_is_left_out():
+    assert "hold" not in slurm.batch_script(RUN, tiny("cluster.launcher=slurm", "job.sbatch.hold=false"))
+
+
+@pytest.mark.parametrize(
+    ("name", "instead"),
+    [
+        ("partition", "job.partition"),
+        ("mail-type", "job.mail_type"),
+        ("job-name", "name"),
+        ("time", "job.time_limit_min"),
+    ],
+)
+def test_an_option_that_a_key_stands_for_is_refused_with_the_key(name, instead):
+    with pytest.raises(ConfigError, match=f"^job.sbatch.{name}: --{name} comes from {instead}; set that instead$"):
+        slurm.batch_script(RUN, tiny("cluster.launcher=slurm", f"job.sbatch.{name}=x"))
+
+
+def test_no_option_is_given_twice():
+    # Every option of the script, with every key that has an option set.
+    config = tiny("cluster.launcher=slurm", "job.memory_gib=1", *(f"job.{name}=x" for name in NAMES))
+    options = {line.split("=")[0].removeprefix("#SBATCH --") for line in slurm.batch_script(RUN, config).split("\n")
+               if line.startswith("#SBATCH --")}  # fmt: skip
+    for name in options:
+        with pytest.raises(ConfigError, match=f"^job.sbatch.{name}: "):
+            slurm.batch_script(RUN, tiny("cluster.launcher=slurm", f"job.sbatch.{name}=x"))
+
+
+def test_gpus_may_be_asked_for_in_own_words_where_nothing_else_asks():
+    own = "job.sbatch.gres=gpu:mi250:8"
+    assert "#SBATCH --gres=gpu:mi250:8" in slurm.batch_script(RUN, tiny("cluster.launcher=slurm", own))
+    with pytest.raises(ConfigError, match=r"cluster\.gpu_request=gres asks for GPUs already"):
+        slurm.batch_script(RUN, tiny("cluster.launcher=slurm", "cluster.gpu_request=gres", own))
 
 
 # Texts that a shell would take for more than text
