@@ -105,10 +105,13 @@ class _Loop:
     def train(self) -> StopReason | None:
         """Train to the end; the reason when somebody asked to stop first, and the run is saved.
 
+        A stop that comes before the first step finds nothing new to save.
         Collective: every rank.
         """
         every = self._config.trainer.eval_every
-        reason = None
+        reason: StopReason | None = self._here.agree(self._stop_requested())
+        if reason is not None:
+            return reason
         while self.state.step < self.total_steps and reason is None:
             end = self.total_steps
             if every:

@@ -242,6 +242,16 @@ def test_a_stop_request_saves_once_and_ends_well(troubled):
     assert f"start_step={outcome['step']} " in troubled.attempts[3].output()
 
 
+def test_a_stop_before_the_first_step_ends_with_nothing_to_save(ranks, tmp_path):
+    run = new_run(tmp_path, CONFIG)
+    attempt = run.start_attempt("early.0")
+    attempt.request_stop(StopReason.requeue)
+    assert ranks(2, attempt_in_process, CONFIG, run, "early.0", timeout_s=START_S) == [Outcome.requeued] * 2
+    outcome = read_json(attempt.outcome_path)
+    assert (outcome["outcome"], outcome["step"], outcome["checkpoint_step"]) == (Outcome.requeued, 0, None)
+    assert run.committed_steps() == []
+
+
 def test_a_loss_that_is_not_a_number_ends_all_ranks_and_names_step_and_checkpoint(tmp_path):
     values = ["optimizer.sparse=sgd", "optimizer.dense=sgd", "optimizer.learning_rate=1e12", "checkpoint.every=1"]
     run = new_run(tmp_path, tiny(*values, world_size=2))
