@@ -67,7 +67,8 @@ def main(command: CommandConfig, overrides: list[str]) -> int:
     if command.stage:
         run = run or _write(config)
         write_text(run.config_path, dump(config))
-        print(f"run         {shown(run.path)}\nnext        sbatch slurm/multi_node.sbatch {run.path}")
+        template = "single_node" if config.job.nodes == 1 else "multi_node"
+        print(f"run         {shown(run.path)}\nnext        sbatch slurm/{template}.sbatch {run.path}")
         return 0
     interrupts = Interrupts()
     run, job = _launch(run, config, overrides)

@@ -39,13 +39,13 @@ def check(container: ContainerConfig) -> None:
         return
     assert container.image is not None  # rules.validate
     image = Path(container.image)
-    if not image.exists():
+    if not os.path.exists(image):  # Path.exists raises where a directory above may not be read
         raise ConfigError(f"container.image={image}: no such file; build one with containers/build.sh")
     if not os.access(image, os.R_OK):
         raise ConfigError(f"container.image={image}: not readable by you; see its permissions")
     for bind in container.binds:
         source = Path(bind.partition(":")[0])
-        if not source.exists():
+        if not os.path.exists(source):
             raise ConfigError(f"container.binds: {bind}: {source} does not exist; correct it or leave it out")
 
 
