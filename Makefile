@@ -7,13 +7,13 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 LISTS := containers/pins.txt containers/torchrec.txt tests/requirements.txt
 
-.PHONY: help setup train test test-fast test-cluster lint cluster-up cluster-down clean
+.PHONY: help setup train test test-fast test-cluster cluster-build lint cluster-up cluster-down clean
 
 help:
 	@echo "make train      set up, then train on the synthetic click log with 2 ranks"
-	@echo "make test       set up, then lint and run all tests that need nothing but this machine"
-	@echo "make test-cluster  the tests on a real Slurm with a real Apptainer; needs root"
-	@echo "make test-fast  the same without the tests that submit whole runs"
+	@echo "make test       set up, then lint and run all tests; those on a real Slurm with a real Apptainer need root"
+	@echo "make test-fast  lint, and the tests that submit nothing"
+	@echo "make test-cluster  only the tests on the real Slurm with the real Apptainer"
 	@echo "make lint       ruff, mypy, import-linter"
 	@echo "make cluster-up, make cluster-down  the test cluster: a real Slurm and Apptainer; see tests/cluster/cluster.py"
 	@echo "make setup      only set up: $(VENV), with the versions in containers/ and tests/requirements.txt"
@@ -45,13 +45,15 @@ lint: setup
 test-fast: lint
 	$(BIN)/python -m pytest tests/unit tests/distributed
 
-test: lint
-	$(BIN)/python -m pytest tests/unit tests/distributed tests/local tests/packaging
+test: lint cluster-build
+	$(BIN)/python -m pytest tests/unit tests/distributed tests/local tests/packaging tests/container tests/slurm
 
-# Needs root, and minutes to build once. Status 3: it cannot run here, and its tests are skipped, or fail where CI=true.
-test-cluster: lint
-	$(BIN)/python -m tests.cluster.cluster build || [ $$? = 3 ]
+test-cluster: lint cluster-build
 	$(BIN)/python -m pytest tests/container tests/slurm
+
+# Minutes, once. Status 3: it cannot run here, and its tests are skipped, or fail where CI=true.
+cluster-build: setup
+	$(BIN)/python -m tests.cluster.cluster build || [ $$? = 3 ]
 
 cluster-up: setup
 	$(BIN)/python -m tests.cluster.cluster up

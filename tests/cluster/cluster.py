@@ -40,8 +40,14 @@ _ENV = {
     "PYTHONPATH": "/checkout",
     "PYTHONDONTWRITEBYTECODE": "1",
 }
-# Settings of a site whose users must name an account.
+_PLAIN = """
+JobRequeue=1
+"""
+# Settings of a site whose users must name an account, whose jobs are not requeued unless they ask for it, and whose
+# queue forgets what has ended at once.
 _ACCOUNTING = """
+JobRequeue=0
+MinJobAge=2
 AccountingStorageType=accounting_storage/slurmdbd
 AccountingStorageHost=login
 AccountingStorageEnforce=associations
@@ -184,7 +190,7 @@ def _prepare(cluster: Cluster) -> None:
     os.chown(cluster.scratch, 1000, 1000)
     values = {
         "first_job_id": str(int(time.time()) % 60_000 * 1000 + 1),  # Slurm's largest id is 67 million
-        "accounting": _ACCOUNTING if cluster.accounting else "",
+        "site": _ACCOUNTING if cluster.accounting else _PLAIN,
         "cgroup": machine.cgroup_version(),
     }
     for name in ("slurm.conf", "gres.conf", "cgroup.conf", "slurmdbd.conf"):

@@ -6,7 +6,7 @@ import os
 import re
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,15 +59,18 @@ class ClusterRun:
             return {}
         return {}
 
+    def outcomes(self) -> list[tuple[str, int, int | None]]:
+        """How each attempt ended: outcome, step and the newest checkpoint's step."""
+        facts = [json.loads((attempt / "outcome.json").read_text()) for attempt in self.attempts()]
+        return [(f["outcome"], f["step"], f["checkpoint_step"]) for f in facts]
+
     def result(self) -> dict[str, Any]:
         return json.loads((self.path / "result.json").read_text())
 
     def status(self) -> tuple[str, int]:
         """The state that rechpc.status tells, and its exit status."""
         done = self.cluster.run("python", "-m", "rechpc.status", self.inside)
-        match = re.search(r"^state +(\w+)", done.stdout, re.MULTILINE)
-        assert match, done.stdout + done.stderr
-        return match[1], done.returncode
+        return said(done.stdout + done.stderr, "state").rstrip(":"), done.returncode
 
     def status_text(self) -> str:
         return self.cluster.run("python", "-m", "rechpc.status", self.inside).stdout
@@ -82,8 +85,13 @@ class ClusterRun:
     def wait_for_state(self, *states: str) -> None:
         self.wait_until(lambda: self.status()[0] in states, f"state {' or '.join(states)}", every_s=1.0)
 
-    def wait_until(self, condition: Callable[[], bool], what: str, *, every_s: float = 0.02) -> None:
-        wait_until(condition, lambda: f"{what}; now {self.status_text()}\n{self.verdicts()}", every_s=every_s)
+    def wait_until(
+        self, condition: Callable[[], bool], what: str, *, every_s: float = 0.02, patience_s: float = _PATIENCE_S
+    ) -> None:
+        def told() -> str:
+            return f"{what}; now {self.status_text()}\n{self.verdicts()}"
+
+        wait_until(condition, told, every_s=every_s, patience_s=patience_s)
 
     def verdicts(self) -> str:
         return "\n".join(v.read_text() for v in sorted((self.path / "attempts").glob("*/verdict.json")))
@@ -106,20 +114,22 @@ class ClusterRun:
         os.kill(self.ranks()[rank], number)
 
 
-def submit(cluster: Cluster, *overrides: str, nodes: int = 2) -> ClusterRun:
-    """Submit a small run on so many nodes, 2 ranks each."""
-    text = cluster.check("python", "-m", "rechpc.submit", *ON_CLUSTER, *SMALL, f"job.nodes={nodes}", *overrides)
-    run, job = re.search(r"^run +(\S+)", text, re.MULTILINE), re.search(r"^job +(\d+)", text, re.MULTILINE)
-    assert run, text
-    assert job, text
-    return ClusterRun(cluster=cluster, inside=run[1], job_id=job[1])
+def submit(cluster: Cluster, *overrides: str, prefix: Sequence[str] = ()) -> ClusterRun:
+    """Submit a small run on 2 nodes, 2 ranks each; `prefix` is in front of the command."""
+    text = cluster.check(*prefix, "python", "-m", "rechpc.submit", *ON_CLUSTER, *SMALL, "job.nodes=2", *overrides)
+    return ClusterRun(cluster=cluster, inside=said(text, "run"), job_id=said(text, "job"))
 
 
 def resume(run: ClusterRun, *overrides: str) -> ClusterRun:
     text = run.cluster.check("python", "-m", "rechpc.submit", f"resume={run.inside}", *overrides)
-    job = re.search(r"^job +(\d+)", text, re.MULTILINE)
-    assert job, text
-    return ClusterRun(cluster=run.cluster, inside=run.inside, job_id=job[1])
+    return ClusterRun(cluster=run.cluster, inside=run.inside, job_id=said(text, "job"))
+
+
+def said(text: str, name: str) -> str:
+    """The first word after a name at the start of a line."""
+    match = re.search(rf"^{name} +(\S+)", text, re.MULTILINE)
+    assert match, text
+    return match[1]
 
 
 def wait_until(
@@ -130,6 +140,15 @@ def wait_until(
     while not condition():
         assert time.monotonic() < deadline, f"waited {patience_s:.0f} s for {what()}"
         time.sleep(every_s)
+
+
+def assert_same_end(run: ClusterRun, undisturbed: ClusterRun) -> None:
+    """Finished, with the bits of the undisturbed run, and every logged step once."""
+    run.wait_for_state("finished")
+    assert run.result()["step"] == STEPS
+    assert run.result()["test_auc"] == undisturbed.result()["test_auc"]
+    assert tensors(run.path) == tensors(undisturbed.path)
+    assert logged_steps(run.path) == list(range(10, STEPS + 1, 10))
 
 
 @contextlib.contextmanager

@@ -5,6 +5,8 @@ import pytest
 from tests.cluster.cluster import IMAGE, SCRATCH, Cluster
 from tests.slurm.runs import ON_CLUSTER
 
+pytestmark = pytest.mark.timeout(900)  # whoever comes first may have to build the cluster
+
 
 @pytest.mark.parametrize(
     ("overrides", "words"),
@@ -15,12 +17,27 @@ from tests.slurm.runs import ON_CLUSTER
         (["job.partition=low", "job.time_limit_min=2880"], ["job.time_limit_min=2880", "allows 1440"]),
         (["container.image=/srv/images/none.sif"], ["container.image=/srv/images/none.sif", "no such file"]),
         (["container.binds=[/no/such/place]"], ["container.binds", "/no/such/place"]),
+        (["container.image=/etc/shadow"], ["container.image=/etc/shadow", "not readable by you"]),
+        (["container.image=/root/x.sif"], ["container.image=/root/x.sif", "no such file"]),
+        (["container.binds=[/root/x]"], ["container.binds", "/root/x", "does not exist"]),
         ([f"runs_root={SCRATCH}/../proc/x"], ["runs_root="]),
+        (["runs_root=/root/runs"], ["runs_root=/root/runs", "Permission denied"]),
         (["runs_root=/tmp/runs"], ["runs_root=/tmp/runs", "share"]),
         (["job.partition='a\nb'"], ["job.partition", "control character"]),
+        (["+job.sbatch.partition=low"], ["job.sbatch.partition", "set that instead"]),
+        (["+job.sbatch.nonsense=x"], ["Slurm refuses the job", "nonsense"]),
     ],
 )
 def test_a_mistake_costs_one_line(cluster: Cluster, overrides: list[str], words: list[str]) -> None:
+    assert_refused(cluster, overrides, words)
+
+
+def test_an_unknown_account_costs_one_line(accounting_cluster: Cluster) -> None:
+    assert_refused(accounting_cluster, ["job.account=nobody"], ["Invalid account", "job.account=nobody"])
+
+
+def assert_refused(cluster: Cluster, overrides: list[str], words: list[str]) -> None:
+    """One line with these words, exit status 2, no job and no file."""
     before = sorted((cluster.scratch / "runs").glob("*/*"))
 
     done = cluster.run("python", "-m", "rechpc.submit", *ON_CLUSTER, *overrides)
@@ -29,6 +46,9 @@ def test_a_mistake_costs_one_line(cluster: Cluster, overrides: list[str], words:
     (line,) = done.stderr.splitlines()
     assert all(word in line for word in words), line
     assert sorted((cluster.scratch / "runs").glob("*/*")) == before
+    assert (
+        cluster.check("squeue", "--noheader", "--states=all", "--user=hpc", "--name=dlrm", "--format=%T").split() == []
+    )
 
 
 def test_without_sbatch_it_says_where_to_go(cluster: Cluster) -> None:
