@@ -1,4 +1,4 @@
-"""From a command line to a validated CommandConfig: the one file that knows Hydra.
+"""From a command line to a validated CommandConfig; of the package the one file that knows Hydra.
 
 Every entry that takes overrides is `compose.run(main, help_text)`. A user's mistake ends with one line a
 problem and exit status 2, before anything is on disk.
@@ -8,7 +8,9 @@ import os
 import re
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import hydra
 from hydra.core.config_store import ConfigStore
@@ -26,28 +28,57 @@ _PACKAGE = Path(__file__).resolve().parent
 CONF_PATH = next(p for p in (_PACKAGE / "conf", _PACKAGE.parent / "conf") if p.is_dir())
 
 
-def run(main: Callable[[CommandConfig, list[str]], int], help_text: str) -> None:
-    """Compose the configuration from sys.argv, call `main` with it and the overrides, and exit with its status."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Combination:
+    """One run of a sweep as the sweeper chose it: its overrides, and what they compose to or why they cannot."""
+
+    overrides: list[str]
+    config: CommandConfig | ConfigError
+
+
+class Launch(Protocol):
+    """What is done with the combinations of a sweep."""
+
+    status: int  # of the command, after the last batch
+
+    def __call__(self, batch: list[Combination]) -> list[float | None]:
+        """The objective of every run of a batch; None where there is none (yet)."""
+        ...
+
+
+def run(
+    main: Callable[[CommandConfig, list[str]], int], help_text: str, sweep: Callable[[], Launch] | None = None
+) -> None:
+    """Compose the configuration from sys.argv, call `main` with it and the overrides, and exit with its status.
+
+    With -m every batch of combinations goes to what `sweep` makes, whose `status` is the exit status.
+    """
     if {"-h", "--help"} & set(sys.argv[1:]):
         print(f"{help_text.strip()}\n\n{_groups()}")
         sys.exit(0)
     try:
         if {"-m", "--multirun"} & set(sys.argv[1:]):
-            raise ConfigError("--multirun: sweeps are not supported yet; submit the runs one by one")
+            if sweep is None:
+                raise ConfigError("--multirun: this command takes one configuration; sweeps go to rechpc.submit")
+            launch = sweep()
+            for plugin in ("hydra/launcher", "hydra/sweeper"):  # another sweeper may be chosen
+                if not any(argument.startswith(f"{plugin}=") for argument in sys.argv):
+                    sys.argv.append(f"{plugin}=rechpc")
+            _hydra_main(main, launch)
+            sys.exit(launch.status)
         sys.exit(_hydra_main(main))
     except RechpcError as error:
         print(error, file=sys.stderr)
         sys.exit(error.exit_status)
 
 
-def _hydra_main(main: Callable[[CommandConfig, list[str]], int]) -> int:
+def _hydra_main(main: Callable[[CommandConfig, list[str]], int], launch: Launch | None = None) -> int:
     # Otherwise Hydra prints several lines and exits with 1 where `run` wants the exception.
     os.environ["HYDRA_FULL_ERROR"] = "1"
     ConfigStore.instance().store(name="schema", node=CommandConfig)
     status = 0
     failure: RechpcError | None = None
 
-    @hydra.main(version_base="1.3", config_path=str(CONF_PATH), config_name="config")
     def composed(raw: DictConfig) -> None:
         nonlocal status, failure
         try:
@@ -55,10 +86,11 @@ def _hydra_main(main: Callable[[CommandConfig, list[str]], int]) -> int:
         except RechpcError as error:
             failure = error  # raised below: Hydra would print a line of its own first
 
+    composed.launch = launch  # type: ignore[attr-defined] # Hydra gives hydra_plugins/rechpc.py nothing else of ours
     try:
-        composed()
+        hydra.main(version_base="1.3", config_path=str(CONF_PATH), config_name="config")(composed)()
     except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError(_explain_hydra(error)) from error
+        raise ConfigError(explain_hydra(error)) from error
     if failure:
         raise failure
     return status
@@ -79,7 +111,7 @@ def typed(raw: DictConfig) -> CommandConfig:
     return config
 
 
-def _explain_hydra(error: Exception) -> str:
+def explain_hydra(error: Exception) -> str:
     """One line for what Hydra or OmegaConf says about an override."""
     if match := re.search(r"Could not override '([^']+)'", str(error)):
         return unknown_key(match[1])

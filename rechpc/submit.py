@@ -18,7 +18,8 @@ from rechpc.follow import Interrupts, follow
 from rechpc.host import container, provenance, slurm, task
 from rechpc.rules import dump, load, validate
 from rechpc.rundir import RunDir, write_text
-from rechpc.status import entry, read_status, result_line, shown
+from rechpc.state import entry, read_status, result_line, shown
+from rechpc.sweep import Sweep
 
 HELP = """
 python -m rechpc.submit [GROUP=OPTION ...] [KEY=VALUE ...]
@@ -37,6 +38,7 @@ Common overrides
   runs_root=DIR name=NAME         the run directory is DIR/NAME/RUN_ID
 
   dry_run=true                    print what would be submitted, and the memory that tables take
+  -m optimizer.learning_rate=0.01,0.03 seed=1,2   a sweep; docs/sweeps.md
   resume=RUN_DIR                  continue a run, with job.*, checkpoint.*, sharding.* changed if need be
   --cfg job                       print the composed configuration; all keys: rechpc/config.py
 
@@ -60,12 +62,11 @@ def main(command: CommandConfig, overrides: list[str]) -> int:
     if command.dry_run:
         print(_dry_run(planned, config))
         return 0
-    container.check(config.container)
+    _check_here(config, command)
     if config.cluster.launcher is Launcher.slurm and not command.stage:
-        _check_shared(Path(config.runs_root))
         slurm.check_site(planned, config)
     if command.stage:
-        run = run or _write(config)
+        run = run or _write(config, RunDir.create(Path(config.runs_root), config.name))
         write_text(run.config_path, dump(config))
         template = "single_node" if config.job.nodes == 1 else "multi_node"
         print(f"run         {shown(run.path)}\nnext        sbatch slurm/{template}.sbatch {run.path}")
@@ -78,9 +79,30 @@ def main(command: CommandConfig, overrides: list[str]) -> int:
     return follow(run, job, interrupts) if job.launcher is Launcher.local or command.wait else 0
 
 
-def _write(config: RunConfig) -> RunDir:
-    """A new run directory with everything that an attempt needs."""
-    run = RunDir.create(Path(config.runs_root), config.name)
+def sweep() -> Sweep:
+    """What is done with the combinations of a sweeper."""
+    return Sweep(check=_checked, write=_write)
+
+
+def _checked(command: CommandConfig) -> RunConfig:
+    """The run of one combination of a sweep; raises ConfigError for what cannot work, but for what the site refuses."""
+    config = _with_absolute_paths(command)
+    _check_data(config)
+    slurm.check(RunDir(Path(config.runs_root).absolute()), config)
+    if not command.dry_run:
+        _check_here(config, command)
+    return config
+
+
+def _check_here(config: RunConfig, command: CommandConfig) -> None:
+    """Raise ConfigError for what is not there, or in a place that other nodes do not see."""
+    container.check(config.container)
+    if config.cluster.launcher is Launcher.slurm and not command.stage:
+        _check_shared(Path(config.runs_root))
+
+
+def _write(config: RunConfig, run: RunDir) -> RunDir:
+    """Fill a new run directory with everything that an attempt needs."""
     try:
         provenance.write(run)
         write_text(run.config_path, dump(config))
@@ -93,7 +115,7 @@ def _write(config: RunConfig) -> RunDir:
 def _launch(run: RunDir | None, config: RunConfig, overrides: list[str]) -> tuple[RunDir, slurm.Job]:
     """Write the run directory (or the new configuration of a resumed run) and submit it; undone if that fails."""
     before = run.config_path.read_text() if run else None
-    run = run or _write(config)
+    run = run or _write(config, RunDir.create(Path(config.runs_root), config.name))
     try:
         write_text(run.config_path, dump(config))
         job = slurm.submit(task.HostTask(str(run.path)), run=run, config=config)
@@ -223,6 +245,6 @@ def _dry_run(run: RunDir, config: RunConfig) -> str:
 
 if __name__ == "__main__":
     try:
-        compose.run(main, HELP)
+        compose.run(main, HELP, sweep)
     except KeyboardInterrupt:
         sys.exit(130)

@@ -12,6 +12,7 @@ PACKAGE = ROOT / "rechpc"
 ONLY = {
     "hydra": {"compose.py"},
     "submitit": {"host/slurm.py"},
+    "optuna": {"study.py"},
     "torchrec.distributed.planner": {"rank/sharding.py"},
     "polars": {"prepare.py"},
     "pyarrow": {"prepare.py", "rank/data.py"},

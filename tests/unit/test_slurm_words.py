@@ -25,21 +25,6 @@ from tests.configs import tiny
 RUN = RunDir(Path("/runs/dlrm/RUN_ID"))
 
 
-@pytest.fixture
-def commands(tmp_path, monkeypatch):
-    """Put commands that stand in for Slurm's on the PATH, in front of the others or alone."""
-
-    def put(*, alone=False, **bodies):
-        folder = tmp_path / "bin"
-        folder.mkdir()
-        for name, body in bodies.items():
-            (folder / name).write_text(f"#!/bin/sh\n{body}\n")
-            (folder / name).chmod(0o755)
-        monkeypatch.setenv("PATH", str(folder), prepend=None if alone else os.pathsep)
-
-    return put
-
-
 # Batch scripts
 
 SCRIPT = """\
