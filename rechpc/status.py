@@ -21,8 +21,8 @@ _EXIT = {State.finished: 0, State.failed: 1, State.lost: 1}
 _WATCH_S = 3.0
 _LOG_S = 0.5
 _VERBS = {
-    "cancel": "end it at once; what it did since its last checkpoint is lost",
-    "drain": "have it save and stop; one that waits in the queue is taken out",
+    "cancel": "end it: a job of Slurm saves if there is time, a local run is killed",
+    "drain": "have it save and stop; one that waits in the queue is taken out of it",
     "requeue": "have it save, stop and be started again by Slurm",
 }
 
@@ -85,7 +85,7 @@ def _tell(runs: list[RunDir], verb: str) -> int:
     problems = []
     for run in runs:
         job = slurm.newest_job(run)
-        if job is None or not slurm.is_alive(job, run):
+        if job is None or run.result_path.exists() or not slurm.is_alive(job, run):
             print(f"{shown(run.path)}: {read_status(run).state}, left alone")
             continue
         try:

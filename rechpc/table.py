@@ -102,15 +102,20 @@ def differing(values: dict[Path, dict[str, str]]) -> dict[Path, dict[str, str]]:
 
 def render(table: Table) -> str:
     """The table as text, without the columns that say nothing."""
-    return f"{aligned([_cells(entry, table) for entry in table.entries])}\n{table.summary()}"
+    return f"{aligned([cells(entry, table) for entry in table.entries])}\n{table.summary()}"
 
 
 def aligned(rows: Sequence[dict[str, str]]) -> str:
-    """Rows under a line of names; a column that is empty in all rows is left out."""
-    names = [name for name in dict.fromkeys(n for row in rows for n in row) if any(row.get(name) for row in rows)]
+    """Rows under a line of names."""
+    names = columns(rows)
     lines = [names, *([row.get(name, "") for name in names] for row in rows)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(names))]
     return "\n".join("  ".join(f"{t:{w}}" for t, w in zip(line, widths, strict=True)).rstrip() for line in lines)
+
+
+def columns(rows: Sequence[dict[str, str]]) -> list[str]:
+    """The names of the columns that are not empty in all rows."""
+    return [name for name in dict.fromkeys(n for row in rows for n in row) if any(row.get(name) for row in rows)]
 
 
 def as_json(entries: Iterable[Entry]) -> str:
@@ -122,7 +127,8 @@ def as_json(entries: Iterable[Entry]) -> str:
     return json.dumps([facts(entry) for entry in entries], indent=2, default=str)
 
 
-def _cells(entry: Entry, table: Table) -> dict[str, str]:
+def cells(entry: Entry, table: Table) -> dict[str, str]:
+    """What the table says of a run, by column."""
     status = entry.status
 
     def number(value: float | None, form: str) -> str:
@@ -130,7 +136,7 @@ def _cells(entry: Entry, table: Table) -> dict[str, str]:
 
     why = status.error if status.state in FAILED else status.reason
     return {
-        "run": str(status.path.relative_to(table.path)),
+        "run": status.path.name if status.path == table.path else str(status.path.relative_to(table.path)),
         "state": status.state,
         **entry.swept,
         table.objective: number(entry.objective, ".4f"),

@@ -13,6 +13,7 @@ ONLY = {
     "hydra": {"compose.py"},
     "submitit": {"host/slurm.py"},
     "optuna": {"study.py"},
+    "plotly": {"report.py"},
     "torchrec.distributed.planner": {"rank/sharding.py"},
     "polars": {"prepare.py"},
     "pyarrow": {"prepare.py", "rank/data.py"},
