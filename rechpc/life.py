@@ -3,13 +3,12 @@
 From the logs of rank 0, which say when each phase began, and the records of the attempts.
 """
 
-import json
 import re
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
-from rechpc.host import slurm
 from rechpc.rundir import AttemptDir, RunDir, read_json
 
 _PHASES = {"planning": "starting", "restoring": "starting"}
@@ -26,75 +25,50 @@ class Span:
     start_s: float
     end_s: float
 
+    @property
+    def length_s(self) -> float:
+        return self.end_s - self.start_s
 
-def life(run: RunDir) -> list[Span]:
-    """The spans of a run, oldest first; time that nothing is known of is left out."""
-    resumed = _resumes(run)
+
+def life(run: RunDir, metrics: Sequence[dict[str, Any]]) -> list[Span]:
+    """The spans of a run, oldest first; `metrics` are its own."""
+    resumes = {record["attempt"]: record for record in metrics if "resumed_at_step" in record}
+    submissions = (read_json(run.job_path) or {}).get("submissions") or [{}]
     spans: list[Span] = []
-    job = slurm.newest_job(run)
-    attempts = run.attempts()
-    for attempt in attempts:
-        facts = read_json(attempt.facts_path) or {}
-        ordinal, started_s = attempt.ordinal, float(facts["started_at_s"])
-        waited_s = spans[-1].end_s if spans else _first_submission_s(run) if job else started_s
+    for attempt in run.attempts():
+        number, started_s = attempt.ordinal, float((read_json(attempt.facts_path) or {})["started_at_s"])
+        waited_s = spans[-1].end_s if spans else float(submissions[0].get("submitted_at_s", started_s))
         if waited_s < started_s:
-            spans.append(Span(attempt=ordinal, phase="queued", start_s=waited_s, end_s=started_s))
-        spans += _phases(attempt, ordinal, started_s, resumed.get(ordinal, (0, None))[1])
-        step = (read_json(attempt.outcome_path) or read_json(attempt.heartbeat_path) or {}).get("step", 0)
-        back_to, _ = resumed.get(ordinal + 1, (step, None))
-        if back_to < step:
-            spans = _lost(spans, ordinal)
+            spans.append(Span(attempt=number, phase="queued", start_s=waited_s, end_s=started_s))
+        own = _phases(attempt, number, started_s, resumes.get(number, {}).get("time_s"))
+        end = read_json(attempt.outcome_path) or read_json(attempt.heartbeat_path) or {}
+        if resumes.get(number + 1, {}).get("step", end.get("step", 0)) < end.get("step", 0):
+            # The next attempt did again what this one had trained since it saved.
+            saved_s = max((s.end_s for s in own if s.phase == "saving"), default=0.0)
+            own = [replace(s, phase="lost") if s.phase == "training" and s.start_s >= saved_s else s for s in own]
+        spans += own
     return spans
 
 
 def goodput(spans: Sequence[Span]) -> float:
     """The share of the time since the submission in which it trained what counts."""
-    trained_s = sum(span.end_s - span.start_s for span in spans if span.phase == "training")
+    trained_s = sum(span.length_s for span in spans if span.phase == "training")
     return trained_s / max(spans[-1].end_s - spans[0].start_s, 1e-9) if spans else 0.0
 
 
-def _resumes(run: RunDir) -> dict[int, tuple[int, float]]:
-    """Step and time at which each attempt began to train."""
-    found = {}
-    if run.metrics_path.exists():
-        for line in run.metrics_path.read_text().splitlines():
-            if '"resumed_at_step"' in line and line.endswith("}"):
-                record = json.loads(line)
-                found[int(record["attempt"])] = int(record["resumed_at_step"]), float(record["time_s"])
-    return found
-
-
-def _first_submission_s(run: RunDir) -> float:
-    return float((read_json(run.job_path) or {})["submissions"][0]["submitted_at_s"])
-
-
-def _phases(attempt: AttemptDir, ordinal: int, started_s: float, resumed_s: float | None) -> list[Span]:
+def _phases(attempt: AttemptDir, number: int, started_s: float, resumed_s: float | None) -> list[Span]:
     """The phases that a log tells; its clock shows the local time of the node, which the metrics tie to ours."""
     path = attempt.rank_log_path(0)
-    lines = (
-        [m for line in path.read_text(errors="replace").splitlines() if (m := _LINE.match(line))]
-        if path.exists()
-        else []
-    )
-    times = [time.mktime(time.strptime(m[1], "%Y-%m-%d %H:%M:%S")) + int(m[2]) / 1000 for m in lines]
-    known = next((at for m, at in zip(lines, times, strict=True) if m[4]), None)
-    shift = 0.0 if known is None or resumed_s is None else round((resumed_s - known) / _ZONE_S) * _ZONE_S
-    marks = [(at + shift, m[3]) for m, at in zip(lines, times, strict=True) if m[3]]
-    end_s = times[-1] + shift if times else started_s
-    starts = [(started_s, "starting"), *((at, _PHASES.get(name, name)) for at, name in marks)]
-    spans = []
-    for (at, phase), (until, _) in zip(starts, [*starts[1:], (end_s, "")], strict=True):
-        if until > at and phase != "done":
-            spans.append(Span(attempt=ordinal, phase=phase, start_s=at, end_s=until))
-    return spans
-
-
-def _lost(spans: list[Span], ordinal: int) -> list[Span]:
-    """What was trained after the last save of an attempt, which the next one did again."""
-    saved_s = max((s.end_s for s in spans if s.attempt == ordinal and s.phase == "saving"), default=0.0)
+    lines = path.read_text(errors="replace").splitlines() if path.exists() else []
+    found = [m for line in lines if (m := _LINE.match(line))]
+    times = [time.mktime(time.strptime(m[1], "%Y-%m-%d %H:%M:%S")) + int(m[2]) / 1000 for m in found]
+    known_s = next((at for m, at in zip(found, times, strict=True) if m[4]), None)
+    shift_s = 0.0 if known_s is None or resumed_s is None else round((resumed_s - known_s) / _ZONE_S) * _ZONE_S
+    marks = [(started_s, "starting")]
+    marks += [(at + shift_s, _PHASES.get(m[3], m[3])) for m, at in zip(found, times, strict=True) if m[3]]
+    ends = [*(at for at, _ in marks[1:]), times[-1] + shift_s if times else started_s]
     return [
-        Span(attempt=s.attempt, phase="lost", start_s=s.start_s, end_s=s.end_s)
-        if s.attempt == ordinal and s.phase == "training" and s.start_s >= saved_s
-        else s
-        for s in spans
+        Span(attempt=number, phase=phase, start_s=at, end_s=end)
+        for (at, phase), end in zip(marks, ends, strict=True)
+        if end > at and phase != "done"
     ]

@@ -9,7 +9,7 @@ import html
 import io
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -96,23 +96,29 @@ def main() -> int:
 
 def page(tables: Sequence[table.Table], stories: Sequence[Story]) -> str:
     """The page: everything it needs is in it."""
-    try:
-        from plotly.offline import get_plotlyjs  # noqa: PLC0415 - optional
-    except ImportError as error:
-        raise ConfigError("plotly is not installed; pip install 'rechpc[report]', or take --csv or --json") from error
-    sections = {"Runs": _runs(tables)}
+    sections = {"Runs": "".join(_rows([table.cells(entry, one) for entry in one.entries]) for one in tables)}
     for one in tables:
         if one.is_sweep and len(done := [e for e in one.entries if e.objective is not None]) > 1:
             sections[f"What the swept keys do to {one.objective}"] = _parallel(done, one.objective)
-    sections["Curves"] = _curves(stories)
-    sections["Life, minutes since the submission"] = _time_line(stories)
-    sections |= {f"Plan of {s.name}": _plan(plan) for s in _with_plan(stories) if (plan := read_json(s.run.plan_path))}
-    sections["Configuration: " + ("what differs" if len(stories) > 1 else "all")] = _configurations(stories)
+    sections |= {"Curves": _curves(stories), "Life, minutes since the submission": _time_line(stories)}
+    plans = {json.dumps(plan): (s, plan) for s in reversed(stories) if (plan := read_json(s.run.plan_path))}
+    sections |= {f"Plan of {s.name}, MiB of float32 weights": _plan(plan) for s, plan in reversed(plans.values())}
+    configs = {s.name: _flat(OmegaConf.to_container(OmegaConf.load(s.run.config_path))) for s in stories}
+    sections["Configuration"] = _compared(configs)
     sections["Environment"] = _compared({s.name: _flat(read_json(s.run.provenance_path) or {}) for s in stories})
     body = "".join(f"<section><h2>{html.escape(name)}</h2>{text}</section>" for name, text in sections.items() if text)
     title = html.escape(", ".join(str(one.path) for one in tables))
     summary = html.escape("; ".join(one.summary() for one in tables))
-    return _PAGE.format(title=title, summary=summary, plotly=get_plotlyjs(), sections=body)
+    return _PAGE.format(title=title, summary=summary, plotly=_plotly().offline.get_plotlyjs(), sections=body)
+
+
+def _plotly() -> Any:
+    try:
+        import plotly.io  # noqa: PLC0415 - optional
+        import plotly.offline  # noqa: PLC0415
+    except ImportError as error:
+        raise ConfigError("plotly is not installed; pip install 'rechpc[report]', or take --csv or --json") from error
+    return plotly
 
 
 def story(entry: table.Entry, root: Path) -> Story:
@@ -120,114 +126,82 @@ def story(entry: table.Entry, root: Path) -> Story:
     run = RunDir(entry.status.path)
     name = run.path.name if run.path == root else str(run.path.relative_to(root))
     name += "".join(f" {key.rpartition('.')[2]}={value}" for key, value in entry.swept.items())
-    return Story(name=name, run=run, entry=entry, metrics=run.metrics(), spans=life(run))
+    metrics = run.metrics()
+    return Story(name=name, run=run, entry=entry, metrics=metrics, spans=life(run, metrics))
 
 
-def _drawn(figure: Any, height: int, *, side: int = 10) -> str:
+def _drawn(data: list[dict[str, Any]], height: int, **layout: Any) -> str:
     """A figure as HTML that is readable on light and dark, and as wide as the screen."""
-    grid = {"gridcolor": "rgba(128,128,128,.25)", "zerolinecolor": "rgba(128,128,128,.4)", "automargin": True}
-    figure.update_layout(
+    axis = {"gridcolor": "rgba(128,128,128,.25)", "zerolinecolor": "rgba(128,128,128,.4)", "automargin": True}
+    look = {
         **{"height": height, "paper_bgcolor": "rgba(0,0,0,0)", "plot_bgcolor": "rgba(0,0,0,0)"},
-        **{"font": {"color": "#808080"}, "margin": {"l": side, "r": side, "t": 60, "b": 10}},
-        modebar={"bgcolor": "rgba(0,0,0,0)", "orientation": "v"},
-        legend={"orientation": "h", "yanchor": "top", "y": -0.05},
-    )
-    figure.update_xaxes(**grid)
-    figure.update_yaxes(**grid)
-    return str(
-        figure.to_html(full_html=False, include_plotlyjs=False, config={"responsive": True, "displaylogo": False})
-    )
+        **{"font": {"color": "#808080"}, "margin": {"l": 60, "r": 60, "t": 60, "b": 10}},
+        **{"template": {"layout": {"xaxis": axis, "yaxis": axis}}, "modebar": {"bgcolor": "rgba(0,0,0,0)"}},
+        "legend": {"orientation": "h", "yanchor": "top", "y": -0.05},
+    }
+    figure, config = {"data": data, "layout": look | layout}, {"responsive": True, "displaylogo": False}
+    return str(_plotly().io.to_html(figure, config=config, full_html=False, include_plotlyjs=False, validate=False))
 
 
 def _curves(stories: Sequence[Story]) -> str:
     """What the run measured over steps, and at a press of a button over wall time."""
-    from plotly import graph_objects, subplots  # noqa: PLC0415 - optional
-
     names = [key for key in _CURVES if any(record.get(key) is not None for s in stories for record in s.metrics)]
-    if not names:
-        return ""
-    figure = subplots.make_subplots(len(names), 1, shared_xaxes=True, subplot_titles=[_CURVES[n] for n in names])
     axes: dict[str, list[list[float]]] = {"steps": [], "wall time, minutes": []}
+    lines = []
     for number, story in enumerate(stories):
         began_s = story.spans[0].start_s if story.spans else 0.0
         for row, key in enumerate(names, 1):
             points = [r for r in story.metrics if r.get(key) is not None]
             axes["steps"].append([r["step"] for r in points])
             axes["wall time, minutes"].append([(r["time_s"] - began_s) / 60 for r in points])
-            line = graph_objects.Scatter(
-                **{"x": axes["steps"][-1], "y": [r[key] for r in points], "name": story.name},
-                **{"legendgroup": str(number), "showlegend": row == 1, "mode": "lines+markers"},
-                **{"marker": {"size": 4}, "line": {"color": _COLORS[number % len(_COLORS)]}},
-            )
-            figure.add_trace(line, row=row, col=1)
+            line: dict[str, Any] = {
+                "x": axes["steps"][-1],
+                "y": [r[key] for r in points],
+                "name": story.name,
+                "yaxis": f"y{row}",
+            }
+            line |= {"legendgroup": number, "showlegend": row == 1, "mode": "lines+markers"}
+            lines.append({**line, "marker": {"size": 4, "color": _COLORS[number % len(_COLORS)]}})
     buttons = [{"label": name, "method": "restyle", "args": [{"x": values}]} for name, values in axes.items()]
     menu = {"type": "buttons", "direction": "right", "x": 0, "xanchor": "left", "y": 1, "yanchor": "bottom"}
-    figure.update_layout(updatemenus=[{**menu, "buttons": buttons, "pad": {"b": 30}}])
-    return _drawn(figure, 100 + 230 * len(names))
+    layout = {f"yaxis{row}": {"title": {"text": _CURVES[key]}} for row, key in enumerate(names, 1)}
+    grid = {"rows": len(names), "columns": 1, "pattern": "coupled"}
+    return _drawn(lines, 120 + 190 * len(names), updatemenus=[{**menu, "buttons": buttons}], grid=grid, **layout)
 
 
 def _time_line(stories: Sequence[Story]) -> str:
     """What each run did when, and how much of that was training that counts."""
-    from plotly import graph_objects  # noqa: PLC0415 - optional
-
     told = [story for story in stories if story.spans]
     bars = []
     for phase, color in _PHASES.items():
         parts = [(s, span) for s in told for span in s.spans if span.phase == phase]
-        bars.append(
-            graph_objects.Bar(
-                **{"name": phase, "orientation": "h", "marker": {"color": color}, "y": [s.name for s, _ in parts]},
-                base=[(span.start_s - s.spans[0].start_s) / 60 for s, span in parts],
-                x=[(span.end_s - span.start_s) / 60 for _, span in parts],
-                hovertext=[f"attempt {span.attempt}: {duration(span.end_s - span.start_s)}" for _, span in parts],
-            )
-        )
-    figure = graph_objects.Figure(bars)
-    figure.update_layout(barmode="overlay")
-    figure.update_yaxes(autorange="reversed")
-    rows = [{"run": s.name, "goodput": f"{goodput(s.spans):.0%}", **_times(s.spans)} for s in told]
-    return (_drawn(figure, 160 + 40 * len(told)) + _rows(rows)) if told else ""
+        bar: dict[str, Any] = {"type": "bar", "name": phase, "orientation": "h", "marker": {"color": color}}
+        bar["base"] = [(span.start_s - s.spans[0].start_s) / 60 for s, span in parts]
+        bar["hovertext"] = [f"attempt {span.attempt}: {duration(span.length_s)}" for _, span in parts]
+        bars.append({**bar, "x": [span.length_s / 60 for _, span in parts], "y": [s.name for s, _ in parts]})
+    rows = []
+    for s in told:
+        sums = {phase: sum(span.length_s for span in s.spans if span.phase == phase) for phase in _PHASES}
+        times = {phase: duration(seconds) if seconds else "" for phase, seconds in sums.items()}
+        rows.append({"run": s.name, "goodput": f"{goodput(s.spans):.0%}", **times})
+    order = {"autorange": "reversed"}
+    return (_drawn(bars, 160 + 40 * len(told), barmode="overlay", yaxis=order) + _rows(rows)) if told else ""
 
 
-def _times(spans: Sequence[Span]) -> dict[str, str]:
-    sums = {phase: sum(s.end_s - s.start_s for s in spans if s.phase == phase) for phase in _PHASES}
-    return {phase: duration(seconds) if seconds else "" for phase, seconds in sums.items()}
-
-
-def _with_plan(stories: Sequence[Story]) -> list[Story]:
-    """One run for every plan that there is."""
-    return list({text: s for s in reversed(stories) if (text := _text(s.run.plan_path))}.values())[::-1]
-
-
-def _plan(plan: Mapping[str, Any]) -> str:
+def _plan(plan: dict[str, Any]) -> str:
     """Which rank holds how much of which table."""
-    from plotly import graph_objects  # noqa: PLC0415 - optional
-
-    ranks, tables = int(plan["made_for"]["world_size"]), plan["tables"]
-    mib = {name: [0.0] * ranks for name in tables}
-    for name, facts in tables.items():
-        for shard in facts["shards"]:
-            rows, columns = shard["shape"]
-            mib[name][shard["rank"]] += rows * columns * 4 / 2**20
-    labels = [f"{name} ({facts['type']})" for name, facts in tables.items()]
-    text = [[f"{value:,.1f}" if value else "" for value in row] for row in mib.values()]
-    heat = graph_objects.Heatmap(
-        **{
-            "z": [[v or None for v in row] for row in mib.values()],
-            "y": labels,
-            "x": [f"rank {r}" for r in range(ranks)],
-        },
-        **{"text": text, "texttemplate": "%{text}", "colorscale": "Blues", "colorbar": {"title": "MiB"}},
-    )
-    figure = graph_objects.Figure(heat)
-    figure.update_layout(title="weights, MiB (float32)")
-    return _drawn(figure, 160 + 26 * len(tables))
+    ranks, mib = range(int(plan["made_for"]["world_size"])), []
+    for facts in plan["tables"].values():
+        parts = [(shard["rank"], shard["shape"][0] * shard["shape"][1] * 4 / 2**20) for shard in facts["shards"]]
+        mib.append([sum(size for holder, size in parts if holder == rank) or None for rank in ranks])
+    heat = {"type": "heatmap", "z": mib, "text": [[f"{v:,.1f}" if v else "" for v in row] for row in mib]}
+    heat |= {"x": [f"rank {r}" for r in ranks], "y": [f"{n} ({f['type']})" for n, f in plan["tables"].items()]}
+    return _drawn([{**heat, "texttemplate": "%{text}", "colorscale": "Blues"}], 160 + 26 * len(mib))
 
 
 def _parallel(entries: Sequence[table.Entry], objective: str) -> str:
     """Parallel coordinates: a line for each run, from the values of the swept keys to the objective."""
-    from plotly import graph_objects  # noqa: PLC0415 - optional
-
+    reached = [entry.objective for entry in entries]
     dimensions: list[dict[str, Any]] = []
     for key in entries[0].swept:
         words = [entry.swept[key] for entry in entries]
@@ -237,19 +211,9 @@ def _parallel(entries: Sequence[table.Entry], objective: str) -> str:
             known = sorted(set(words))
             ticks = {"tickvals": list(range(len(known))), "ticktext": known}
             dimensions.append({"label": key, "values": [known.index(word) for word in words], **ticks})
-    values = [entry.objective for entry in entries]
-    dimensions.append({"label": objective, "values": values})
-    line = {"color": values, "colorscale": "Portland"}
-    figure = graph_objects.Figure(graph_objects.Parcoords(dimensions=dimensions, line=line))
-    return _drawn(figure, 380, side=60)
-
-
-def _runs(tables: Sequence[table.Table]) -> str:
-    return "".join(_rows([table.cells(entry, one) for entry in one.entries]) for one in tables)
-
-
-def _configurations(stories: Sequence[Story]) -> str:
-    return _compared({s.name: _flat(OmegaConf.to_container(OmegaConf.load(s.run.config_path))) for s in stories})
+    dimensions.append({"label": objective, "values": reached})
+    line = {"color": reached, "colorscale": "Portland"}
+    return _drawn([{"type": "parcoords", "dimensions": dimensions, "line": line}], 380)
 
 
 def _compared(facts: dict[str, dict[str, str]]) -> str:
@@ -292,10 +256,6 @@ def _as_json(stories: Sequence[Story]) -> str:
         for s in stories
     ]
     return json.dumps(facts, indent=2, default=str) + "\n"
-
-
-def _text(path: Path) -> str:
-    return path.read_text() if path.exists() else ""
 
 
 if __name__ == "__main__":

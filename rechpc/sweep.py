@@ -52,11 +52,11 @@ class Sweep:
 
     def __call__(self, batch: list[Combination]) -> list[float | None]:
         """Start what is not there yet; the objective of every run that has finished."""
-        command = next((c.config for c in batch if isinstance(c.config, CommandConfig)), None)
-        place = self._place = self._place or _place(command)
-        elements = self._checked(batch, place)
-        settings = command.sweep if command else None
-        assert settings is not None  # _checked found a configuration in every combination
+        elements = self._checked(batch)
+        command, place = batch[0].config, self._place
+        assert isinstance(command, CommandConfig)  # or _checked would have raised
+        assert place is not None
+        settings = command.sweep
         unique = list({element.run.path: element for element in elements}.values())
         alive = _alive([element.run for element in unique])
         todo = [e for e in unique if not e.run.result_path.exists() and e.run.path not in alive]
@@ -64,11 +64,15 @@ class Sweep:
         for element in todo:
             if element.config.cluster.launcher is Launcher.slurm:
                 requests.setdefault(arrays.request(element.run, element.config), []).append(element)
-        if command and command.dry_run:
-            print(_plan(unique, todo, alive, list(requests.values())))
+        if command.dry_run:
+            print(_plan(unique, todo, list(requests.values())))
             return [None] * len(batch)
-        _check_sites(list(requests.values()))
-        _write_facts(place, settings.objective, self._argv)
+        _check_sites([group[0] for group in requests.values()])
+        try:
+            place.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"sweep.dir={place.path}: cannot be made: {error.strerror}; set sweep.dir=") from error
+        write_json(place.facts_path, {"objective": settings.objective, "command": self._argv})
         print(f"sweep       {shown(place.path)}: {len(unique)} runs, {len(todo)} to start", flush=True)
         for group in requests.values():
             self._submit(group, place, settings.max_parallel)
@@ -78,7 +82,7 @@ class Sweep:
             self._wait(place, [element.run for element in unique])
         return [_objective(element.run, settings.objective) for element in elements]
 
-    def _checked(self, batch: list[Combination], place: SweepDir) -> list[Element]:
+    def _checked(self, batch: list[Combination]) -> list[Element]:
         """The runs of a batch. Raises one ConfigError that lists everything that cannot work."""
         pairs = [dict(_pair(o) for o in c.overrides) for c in batch]
         swept = {key for pair in pairs for key in pair if len({p.get(key) for p in pairs}) > 1}
@@ -91,8 +95,8 @@ class Sweep:
                 for key in ("resume", "stage", "wait"):
                     if getattr(combination.config, key):
                         raise ConfigError(f"{key}=: not with -m; a sweep has sweep.dir= to continue, and sweep.wait=")
-                command = dataclasses.replace(combination.config, runs_root=str(place.path.parent))
-                config = self._check(command)
+                place = self._place = self._place or _place(combination.config)
+                config = self._check(dataclasses.replace(combination.config, runs_root=str(place.path.parent)))
                 run = place.run(_run_id(config, swept))
                 elements.append(Element(run=run, config=config, overrides=combination.overrides))
             except ConfigError as error:
@@ -166,9 +170,7 @@ class Sweep:
         return f"{entry('submit')} {shlex.join([*arguments, f'sweep.dir={shown(place.path)}'])}"
 
 
-def _place(command: CommandConfig | None) -> SweepDir:
-    if command is None:  # nothing that could be submitted
-        return SweepDir(Path("sweep").absolute())
+def _place(command: CommandConfig) -> SweepDir:
     if command.sweep.dir is not None:
         path = Path(command.sweep.dir).expanduser().absolute()
         if (path / "config.yaml").exists():
@@ -199,55 +201,33 @@ def _alive(runs: list[RunDir]) -> set[Path]:
     return {run.path for run, job in jobs.items() if slurm.is_alive(job, run, known)}
 
 
-def _check_sites(groups: list[list[Element]]) -> None:
-    """Raise ConfigError that lists what the site would refuse; one run of an array stands for all."""
+def _check_sites(firsts: list[Element]) -> None:
+    """Raise ConfigError that lists what the site would refuse, for the first run of every array."""
     problems = []
-    for group in groups:
+    for element in firsts:
         try:
-            slurm.check_site(group[0].run, group[0].config)
+            slurm.check_site(element.run, element.config)
         except ConfigError as error:
             problems.append(str(error))
     if problems:
-        raise ConfigError("\n".join(dict.fromkeys(problems)))
+        raise ConfigError("\n".join(problems))
 
 
-def _write_facts(place: SweepDir, objective: str, argv: list[str]) -> None:
-    try:
-        place.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"sweep.dir={place.path}: cannot be made: {error.strerror}; set sweep.dir=") from error
-    facts = {"objective": objective, "command": argv}
-    if read_json(place.facts_path) != facts:
-        write_json(place.facts_path, facts)
-
-
-def _plan(elements: list[Element], todo: list[Element], alive: set[Path], groups: list[list[Element]]) -> str:
+def _plan(elements: list[Element], todo: list[Element], groups: list[list[Element]]) -> str:
     """What would be submitted, with the node hours that the time limits allow."""
     swept = table.differing({e.run.path: dict(_pair(o) for o in e.overrides) for e in elements})
     array = {element.run.path: str(n) for n, group in enumerate(groups, 1) for element in group}
     rows, total = [], 0.0
     for element in elements:
         job, starts = element.config.job, element in todo
-        hours = job.nodes * job.time_limit_min / 60
-        total += hours if starts else 0.0
-        kept = "on its way" if element.run.path in alive else "finished"
-        again = "again" if element.run.config_path.exists() else "new"
-        rows.append(
-            {
-                "run": element.run.path.name,
-                "does": again if starts else f"{kept}, kept",
-                **swept[element.run.path],
-                "array": array.get(element.run.path, "here" if starts else ""),
-                "nodes": str(job.nodes),
-                "ranks": str(element.config.world_size),
-                "limit": f"{job.time_limit_min} min",
-                "node hours": f"{hours:.1f}" if starts else "",
-            }
-        )
-    return (
-        f"{table.aligned(rows)}\n{len(todo)} of {len(elements)} runs to start, in {len(groups)} arrays; at most "
-        f"{total:.1f} node hours for one attempt each"
-    )
+        hours = job.nodes * job.time_limit_min / 60 if starts else 0.0
+        total += hours
+        does = "new" if not element.run.config_path.exists() else "again" if starts else "kept"
+        row = {"run": element.run.path.name, "does": does, **swept[element.run.path]}
+        row |= {"array": array.get(element.run.path, "here" if starts else ""), "nodes": str(job.nodes)}
+        rows.append({**row, "limit": f"{job.time_limit_min} min", "node hours": f"{hours:.1f}" if starts else ""})
+    end = f"{len(todo)} of {len(elements)} runs to start, in {len(groups)} arrays; at most {total:.1f} node hours"
+    return f"{table.aligned(rows)}\n{end} for one attempt each"
 
 
 def _objective(run: RunDir, name: str) -> float | None:
@@ -258,7 +238,7 @@ def _objective(run: RunDir, name: str) -> float | None:
     value = result.get(name)
     if name in result and value is None:  # AUC is undefined where there is one class
         return None
-    if not isinstance(value, int | float):
-        numbers = ", ".join(sorted(key for key, v in result.items() if isinstance(v, int | float)))
-        raise ConfigError(f"sweep.objective={name}: no number in {run.result_path}; expected one of {numbers}")
-    return float(value)
+    if isinstance(value, int | float):
+        return float(value)
+    numbers = ", ".join(sorted(key for key, v in result.items() if isinstance(v, int | float)))
+    raise ConfigError(f"sweep.objective={name}: no number in {run.result_path}; expected one of {numbers}")

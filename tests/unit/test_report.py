@@ -95,8 +95,12 @@ def command(monkeypatch, capsys):
 # The life of a run
 
 
+def lived(run):
+    return life(run, run.metrics())
+
+
 def test_the_life_of_a_run_has_its_waits_its_phases_and_its_lost_work(make):
-    spans = [(s.attempt, s.phase, s.start_s - START_S, s.end_s - START_S) for s in life(make("a1"))]
+    spans = [(s.attempt, s.phase, s.start_s - START_S, s.end_s - START_S) for s in lived(make("a1"))]
     assert spans == [
         (0, "queued", 0.0, 10.0),
         (0, "starting", 10.0, 14.5),
@@ -113,7 +117,7 @@ def test_the_life_of_a_run_has_its_waits_its_phases_and_its_lost_work(make):
 
 
 def test_goodput_is_training_that_counts_over_all_time(make):
-    assert goodput(life(make("a1"))) == pytest.approx((10 + 20) / 90.5)
+    assert goodput(lived(make("a1"))) == pytest.approx((10 + 20) / 90.5)
     assert goodput([]) == 0.0
     assert goodput([Span(attempt=0, phase="queued", start_s=1.0, end_s=1.0)]) == 0.0
 
@@ -121,7 +125,7 @@ def test_goodput_is_training_that_counts_over_all_time(make):
 def test_a_run_that_waits_has_no_life_yet(make):
     run = make("a1")
     shutil.rmtree(run.attempts_path)
-    assert life(run) == []
+    assert lived(run) == []
 
 
 # The page
