@@ -77,7 +77,11 @@ def read_status(run: RunDir, known: slurm.Known | None = None) -> RunStatus:
     if job and about_job and not result:
         said = slurm.state(job) if known is None else known.get(job.job_id)
     state = State.finished if result else _state(run, job, attempt, outcome, heartbeat, age_s, known)
-    if said and not result:
+    if said and said.name == slurm.FORGOTTEN and attempt is None:
+        # One that was cancelled in the queue leaves nothing; one that Slurm had begun to start has a log.
+        began = any(run.submission_path.glob(f"{job.job_id if job else ''}_*_log.*"))
+        state = State.lost if began else State.cancelled
+    elif said and said.name != slurm.FORGOTTEN:
         state = _slurm_state(said, attempt, outcome, heartbeat)
     checkpoint_step = next(iter(run.committed_steps()), None)
     error, log_path = _error(run, job, attempt, outcome, state, said)

@@ -197,7 +197,7 @@ def _pair(override: str) -> tuple[str, str]:
 def _alive(runs: list[RunDir]) -> set[Path]:
     """The runs that wait or run now; Slurm is asked once for all."""
     jobs = {run: job for run in runs if not run.result_path.exists() and (job := slurm.newest_job(run))}
-    known = arrays.snapshot(jobs.values())
+    known = slurm.snapshot(jobs.values())
     return {run.path for run, job in jobs.items() if slurm.is_alive(job, run, known)}
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rechpc.errors import ConfigError
-from rechpc.host import arrays, slurm
+from rechpc.host import slurm
 from rechpc.rundir import RunDir, SweepDir, read_json
 from rechpc.state import RunStatus, State, checkpoint, duration, read_status
 from rechpc.study import is_minimized
@@ -72,7 +72,7 @@ def read(path: Path) -> Table:
     sweep = read_json(SweepDir(path).facts_path)
     objective = str((sweep or {}).get("objective", "test_auc"))
     open_jobs = [job for run in runs if not run.result_path.exists() and (job := slurm.newest_job(run))]
-    known = arrays.snapshot(open_jobs)
+    known = slurm.snapshot(open_jobs)
     swept = differing({run.path: overrides(run) for run in runs}) if sweep else {}
     entries = []
     for run in runs:

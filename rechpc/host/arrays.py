@@ -1,4 +1,4 @@
-"""Many jobs at once: a sweep as arrays of Slurm, and what Slurm says of all of them.
+"""Many runs at once: what is submitted of a sweep, as arrays of Slurm.
 
 One array holds the runs that ask Slurm for the same. An element of it runs the batch script of its run, as if that had
 been submitted alone, so that requeueing, draining and giving up are the same. Must not know what a sweep is.
@@ -9,7 +9,7 @@ import re
 import shlex
 import socket
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from rechpc.config import Launcher, RunConfig
@@ -78,20 +78,3 @@ def max_array_size() -> int:
     """How many elements an array may have here."""
     match = re.search(r"MaxArraySize\s*=\s*(\d+)", slurm.ask("scontrol", "show", "config"))
     return int(match[1]) if match else 1001  # Slurm's own default
-
-
-def snapshot(jobs: Iterable[slurm.Job]) -> slurm.Known:
-    """What Slurm says of all these jobs now, from two commands at most."""
-    wanted = {job.job_id for job in jobs if job.launcher is Launcher.slurm}
-    found: dict[str, slurm.JobState] = {}
-    for command in (
-        # squeue fails when it has forgotten the one job that it is asked for, but not with two.
-        ("squeue", "--noheader", "--array", "--states=all", "--format=%i|%T|%r", "--jobs=0,"),
-        ("sacct", "--noheader", "--parsable2", "--allocations", "--format=JobID,State,Reason", "--jobs="),
-    ):
-        missing = sorted(wanted - found.keys())
-        text = slurm.ask(*command[:-1], command[-1] + ",".join(missing)) if missing else ""
-        for job_id, name, reason in (line.split("|") for line in text.splitlines() if line.count("|") == 2):
-            if job_id in missing:
-                found[job_id] = slurm.JobState(name=name.split()[0], reason=None if reason in ("None", "") else reason)
-    return found

@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -69,12 +69,11 @@ class JobState:
         return self.name in _PENDING
 
 
-# What Slurm said of many jobs at one moment, by job id.
-Known = Mapping[str, JobState]
-
+FORGOTTEN = "FORGOTTEN"  # our word for a job that Slurm no longer knows
+Known = Mapping[str, JobState]  # what Slurm said of many jobs at one moment, by job id
 _ENDED = {
     *("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED"),
-    *("REVOKED", "TIMEOUT"),
+    *("REVOKED", "TIMEOUT", FORGOTTEN),
 }
 _PENDING = {"PENDING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT"}
 
@@ -167,20 +166,32 @@ def is_alive(job: Job | None, run: RunDir, known: Known | None = None) -> bool |
 
 
 def state(job: Job) -> JobState | None:
-    """What Slurm says of a job; None where it is not at hand or has forgotten the job.
+    """What Slurm says of a job; None where it is not at hand."""
+    return snapshot([job]).get(job.job_id)
 
-    squeue knows the living, scontrol also what ended some minutes ago, sacct everything, where there is accounting.
+
+def snapshot(jobs: Iterable[Job]) -> Known:
+    """What Slurm says of all these jobs now; nothing where it is not at hand.
+
+    squeue knows the living and what ended some minutes ago, sacct everything, where there is accounting.
     """
-    if job.launcher is not Launcher.slurm:
-        return None
-    if text := ask("squeue", "--noheader", f"--jobs={job.job_id}", "--states=all", "--format=%T|%r"):
-        name, _, reason = text.splitlines()[0].partition("|")
-        return JobState(name=name, reason=None if reason in ("None", "") else reason)
-    if match := re.search(r"JobState=(\w+) Reason=(\w+)", ask("scontrol", "show", "job", "--oneliner", job.job_id)):
-        return JobState(name=match[1], reason=None if match[2] == "None" else match[2])
-    if text := ask("sacct", "--noheader", "--parsable2", "--allocations", f"--jobs={job.job_id}", "--format=State"):
-        return JobState(name=text.split()[0], reason=None)  # "CANCELLED by 1000"
-    return None
+    wanted = {job.job_id for job in jobs if job.launcher is Launcher.slurm}
+    found: dict[str, JobState] = {}
+    # One id more, for squeue fails where it has forgotten the only one; it prints its line of names when it answers.
+    queue = ("squeue", "--array", "--states=all", "--format=%i|%T|%r", "--jobs=1,")
+    accounting = ("sacct", "--noheader", "--parsable2", "--allocations", "--format=JobID,State,Reason", "--jobs=")
+    answered = False
+    for *command, ids in (queue, accounting):
+        missing = sorted(wanted - found.keys())
+        text = ask(*command, ids + ",".join(missing)) if missing else ""
+        answered |= text.startswith("JOBID|")
+        for job_id, name, reason in (line.split("|") for line in text.splitlines() if line.count("|") == 2):
+            if job_id in missing:
+                words = name.split()  # "CANCELLED by 1000"
+                found[job_id] = JobState(name=words[0], reason=None if reason in ("None", "") else reason)
+    if answered:
+        found |= {job_id: JobState(name=FORGOTTEN, reason=None) for job_id in wanted - found.keys()}
+    return found
 
 
 def node_address(node_name: str) -> str | None:
@@ -194,9 +205,8 @@ def cancel(job: Job) -> None:
     if job.pid is None:
         tell("scancel", job.job_id)
         return
-    # The death of a local controller kills its host task, that one's torchrun, and so on.
     with suppress(ProcessLookupError):  # it ended by itself meanwhile
-        os.kill(job.pid, signal.SIGKILL)
+        os.kill(job.pid, signal.SIGKILL)  # of the local controller; its host task, torchrun and ranks die with it
 
 
 def requeue() -> None:
@@ -252,7 +262,7 @@ def batch_script(run: RunDir, config: RunConfig, *, element: bool = False) -> st
     submitit's host tasks look for a file that is named by the job, which is not known before an array is submitted.
     """
     check(run, config)
-    task = f"{shlex.quote(sys.executable)} -u -m rechpc.host.task {shlex.quote(str(run.path))}"
+    task = shlex.join([sys.executable, "-u", "-m", "rechpc.host.task", str(run.path)])
     # Private in submitit 1.5.4, which has no public way to see the script before it is submitted; a test compares
     # it with what sbatch gets.
     parameters = _sbatch_parameters(run, config) | {"map_count": 1 if element else None}
@@ -409,7 +419,7 @@ def ask(*command: str) -> str:
 
 
 def tell(*command: str, text: str = "") -> str:
-    """What a command of Slurm prints, given `text`. Raises LaunchError where it fails."""
+    """What a command of Slurm prints. Raises LaunchError where it fails."""
     try:
         done = _run(list(command), text=text)
     except (OSError, subprocess.TimeoutExpired) as error:

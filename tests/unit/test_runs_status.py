@@ -129,6 +129,21 @@ def test_watching_ends_when_all_have_ended(command, sweep, commands, tmp_path, m
     ]
 
 
+@pytest.mark.parametrize(("log", "state", "code"), [(False, "cancelled", 3), (True, "lost", 1)])
+def test_an_element_that_slurm_has_forgotten_was_cancelled_unless_it_had_begun(
+    command, sweep, commands, tmp_path, log, state, code
+):
+    run = sweep("r1", job_id="101_1")
+    if log:
+        run.submission_path.mkdir()
+        (run.submission_path / "101_1_0_log.err").touch()
+    commands(squeue="echo 'JOBID|STATE|REASON'", sacct="exit 1")
+    for path in (tmp_path, run.path):
+        status_, out, _ = command(path)
+        assert status_ == code
+        assert state in out
+
+
 # Logs
 
 
@@ -159,7 +174,7 @@ def test_a_rank_that_has_no_log_is_a_line(command, sweep):
 def test_a_running_element_is_told_through_its_stop_file(command, sweep, commands, tmp_path, verb, reason):
     run = sweep("r1", job_id="101_1")
     attempt = run.start_attempt("101_1.0")
-    commands(squeue='echo "RUNNING|None"', scancel="exit 9", scontrol="")
+    commands(squeue='echo "101_1|RUNNING|None"; echo "101_2|RUNNING|None"', scancel="exit 9", scontrol="")
     code, out, _ = command(tmp_path, verb)
     assert (code, attempt.stop_path.read_text()) == (0, reason)
     assert "saves, then " in out
@@ -169,7 +184,7 @@ def test_a_running_element_is_told_through_its_stop_file(command, sweep, command
 def test_what_has_nothing_to_save_or_shall_not_is_taken_from_slurm(command, sweep, commands, tmp_path, verb, state):
     sweep("r1", job_id="101_1").start_attempt("101_1.0")
     sweep("r2", test_ne=0.9)
-    commands(squeue=f'echo "{state}|None"', scancel=f'echo "$1" >> {tmp_path}/cancelled', scontrol="")
+    commands(squeue=f'echo "101_1|{state}|None"', scancel=f'echo "$1" >> {tmp_path}/cancelled', scontrol="")
     assert command(tmp_path, verb)[0] == 0
     assert (tmp_path / "cancelled").read_text() == "101_1\n"
 
@@ -198,7 +213,7 @@ def test_a_refusal_of_slurm_is_told_and_the_others_are_still_stopped(command, sw
     sweep("r1", job_id="101_1")
     sweep("r2", job_id="101_2")
     body = f'[ "$1" = 101_1 ] && {{ echo "no way" >&2; exit 1; }}; echo "$1" >> {tmp_path}/cancelled'
-    commands(squeue='echo "RUNNING|None"', scancel=body, scontrol="")
+    commands(squeue='echo "101_1|RUNNING|None"; echo "101_2|RUNNING|None"', scancel=body, scontrol="")
     code, _, err = command(tmp_path, "--cancel")
     assert code == 1
     assert "no way" in err

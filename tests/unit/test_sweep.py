@@ -14,7 +14,7 @@ import pytest
 from rechpc import compose, submit, table
 from rechpc.config import Launcher
 from rechpc.errors import ConfigError
-from rechpc.host import arrays, slurm
+from rechpc.host import slurm
 from rechpc.rundir import RunDir, read_json, write_json
 from rechpc.study import Interval, Study, is_minimized
 
@@ -25,7 +25,7 @@ SLURM = ("cluster=slurm", "job.nodes=2", "sweep.dir=sweep")
 SBATCH = """
 case "$*" in *--test-only*) exit 0;; esac
 n=$(ls submitted 2>/dev/null | wc -l); mkdir -p submitted; cat > submitted/$n; echo $((101 + n))"""
-SQUEUE = "cat queue 2>/dev/null"
+SQUEUE = "echo 'JOBID|STATE|REASON'; cat queue 2>/dev/null"
 
 
 @pytest.fixture
@@ -106,6 +106,14 @@ def test_an_attempt_of_an_element_is_named_as_its_job_was_recorded(monkeypatch, 
     for name, value in names.items():
         monkeypatch.setenv(name, value)
     assert slurm.placement(Launcher.slurm, RunDir(tmp_path)).attempt_name == "101_3.2"
+
+
+def test_only_the_element_is_requeued(commands, monkeypatch, tmp_path):
+    commands(scontrol=f'echo "$*" > {tmp_path}/asked')
+    for name, value in {"SLURM_ARRAY_JOB_ID": "101", "SLURM_ARRAY_TASK_ID": "0", "SLURM_JOB_ID": "105"}.items():
+        monkeypatch.setenv(name, value)
+    slurm.requeue()
+    assert (tmp_path / "asked").read_text() == "requeue 101_0\n"
 
 
 def test_an_array_is_cut_where_the_site_allows_fewer_elements(command, site, commands, tmp_path):
@@ -260,7 +268,7 @@ def test_waiting_for_slurm_ends_when_no_run_is_on_its_way(command, site, monkeyp
     monkeypatch.setattr("rechpc.sweep._POLL_S", 0.0)
     code, out, _ = command(*SLURM, "seed=1,2", "sweep.wait=true")  # squeue does not know them
     assert code == 1
-    assert out.splitlines()[-1] == "2 runs: 2 queued"
+    assert out.splitlines()[-1] == "2 runs: 2 cancelled"
 
 
 def test_another_sweeper_of_hydra_gets_the_objectives_or_the_failure(command, site, monkeypatch, tmp_path):
@@ -338,7 +346,7 @@ def test_slurm_is_asked_once_for_all_jobs_and_accounting_for_the_forgotten(comma
         slurm.Job(launcher=Launcher.slurm, job_id=f"101_{i}", host="h", pid=None, path="/r", submitted_at_s=0.0)
         for i in range(4)
     ]
-    known = arrays.snapshot(jobs)
+    known = slurm.snapshot(jobs)
     assert {name: (said.name, said.reason) for name, said in known.items()} == {
         "101_0": ("RUNNING", None),
         "101_1": ("PENDING", "Resources"),
