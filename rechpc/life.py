@@ -66,7 +66,8 @@ def _phases(attempt: AttemptDir, number: int, started_s: float, resumed_s: float
     shift_s = 0.0 if known_s is None or resumed_s is None else round((resumed_s - known_s) / _ZONE_S) * _ZONE_S
     marks = [(started_s, "starting")]
     marks += [(at + shift_s, _PHASES.get(m[3], m[3])) for m, at in zip(found, times, strict=True) if m[3]]
-    ends = [*(at for at, _ in marks[1:]), times[-1] + shift_s if times else started_s]
+    beat_s = float((read_json(attempt.heartbeat_path) or {}).get("time_s", started_s))  # a killed rank logs no end
+    ends = [*(at for at, _ in marks[1:]), max(beat_s, times[-1] + shift_s if times else started_s)]
     return [
         Span(attempt=number, phase=phase, start_s=at, end_s=end)
         for (at, phase), end in zip(marks, ends, strict=True)

@@ -87,10 +87,10 @@ def read(path: Path) -> Table:
 
 
 def overrides(run: RunDir) -> dict[str, str]:
-    """What the command line set for a run, by key."""
+    """What the command line set for a run, by key; what it set for the sweep may change when that goes on."""
     submissions = (read_json(run.job_path) or {}).get("submissions") or [{}]
     pairs = [str(o).lstrip("+").partition("=") for o in submissions[-1].get("overrides", [])]
-    return {key: value for key, _, value in pairs}
+    return {key: value for key, _, value in pairs if not key.startswith("sweep.")}
 
 
 def differing(values: dict[Path, dict[str, str]]) -> dict[Path, dict[str, str]]:

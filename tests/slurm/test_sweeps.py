@@ -50,7 +50,7 @@ def test_a_sweep_is_continued_to_completion_by_the_same_command(cluster: Cluster
         wait_until(
             lambda: states(cluster, sweep) == ended, lambda: str(states(cluster, sweep)), every_s=3.0, patience_s=700
         )
-        assert len(elements[1].attempts()) == 2
+        assert len(elements[1].attempts()) > 1
         assert cluster.run("python", "-m", "rechpc.status", sweep).returncode == 1
 
         text = cluster.check("python", "-m", "rechpc.submit", *SWEEP, f"sweep.dir={sweep}", timeout_s=120)
@@ -76,5 +76,7 @@ def test_a_sweep_is_continued_to_completion_by_the_same_command(cluster: Cluster
     here = table.read(cluster.scratch / sweep.removeprefix(f"{SCRATCH}/"))
     stories = [report.story(entry, here.path) for entry in here.entries]
     preempted = next(s for s in stories if s.run == RunDir(elements[1].path))
-    assert [s.attempt for s in preempted.spans if s.phase == "queued"] == [0, 1]
+    assert [s.attempt for s in preempted.spans if s.phase == "queued"][:2] == [0, 1]
+    crashed = next(s for s in stories if s.run == RunDir(elements[0].path))
+    assert [s.phase for s in crashed.spans if s.attempt == 0][-1] == "lost"
     assert "6 runs: 6 finished" in report.page([here], stories)

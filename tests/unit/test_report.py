@@ -54,7 +54,8 @@ def make(tmp_path):
         first, second = run.attempts()
         began = "attempt=0 step=0 time_s=1.8e+09 resumed_at_step=0"
         lines = [(4, "phase=planning"), (6, began), (6, "phase=training"), (16, "phase=saving"), (18, "phase=training")]
-        log(first, START_S + 10, *lines, (23, "loss=0.4"))
+        log(first, START_S + 10, *lines, (20, "loss=0.4"))
+        write_json(first.heartbeat_path, {"step": 25, "time_s": START_S + 33.5})  # it was killed
         lines = [(3, "phase=planning"), (5, began), (5, "phase=training"), (25, "phase=evaluating"), (30, "phase=done")]
         log(second, START_S + 60, *lines)
         values = {"ne": 0.9, "samples_per_s": 1000.0, "step_time_ms": 3.0, "rank0_peak_rss_gib": 0.4}

@@ -40,7 +40,7 @@ def sweep(tmp_path):
         job = slurm.Job(
             launcher=launcher, job_id=job_id, host=socket.gethostname(), pid=pid, path=str(run.path), submitted_at_s=1.0
         )
-        slurm.record(run, job, [f"seed={name[-1]}", "trainer.epochs=1"])
+        slurm.record(run, job, [f"seed={name[-1]}", "trainer.epochs=1", f"sweep.max_parallel={name[-1]}"])
         if result:
             write_json(run.result_path, {"state": "finished", "step": 9, **result})
         return run
