@@ -10,7 +10,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from rechpc import compose, memory
+from rechpc import compose, manifest, memory
 from rechpc.config import CommandConfig, DataKind, Launcher, RunConfig
 from rechpc.dataset import check_index, read_index
 from rechpc.errors import ConfigError, DataError
@@ -51,6 +51,8 @@ def main(command: CommandConfig, overrides: list[str]) -> int:
     """Submit, resume or dry-run what the command line says; returns the exit status."""
     if command.resume is None:
         run, config = None, _with_absolute_paths(command)
+        if config.checkpoint.init_from:
+            manifest.locate(Path(config.checkpoint.init_from))
     else:
         run = RunDir.open(command.resume)
         config = _resumed(run, command, overrides)
@@ -123,6 +125,7 @@ def _with_absolute_paths(config: RunConfig) -> RunConfig:
         config,
         data=dataclasses.replace(data, path=_absolute(data.path), source=_absolute(data.source)),
         container=dataclasses.replace(config.container, image=_absolute(image)),
+        checkpoint=dataclasses.replace(config.checkpoint, init_from=_absolute(config.checkpoint.init_from)),
     )
 
 

@@ -16,6 +16,7 @@ from rechpc.rank.data import GlobalBatches, open_splits
 from rechpc.rank.loop import run_attempt
 from rechpc.rank.model import build
 from rechpc.rank.optim import Optimizers, fuse_sparse
+from rechpc.rank.saver import Saver
 from rechpc.rank.sharding import shard
 from rechpc.rundir import Outcome, RunDir
 from rechpc.topology import RankEnv
@@ -35,6 +36,10 @@ class Trainer:
     batches: GlobalBatches
 
     def __post_init__(self) -> None:
+        self.records: list[dict[str, Any]] = []
+        self.saver = Saver(
+            self.run, self.model, self.optimizers, self.config, self.here, lambda _, values: self.records.append(values)
+        )
         # One for life, like the loop's: it rewrites the model at its first batch.
         self._pipeline = TrainPipelineSparseDist(
             self.model, self.optimizers.combined, self.here.device, execute_all_batches=True
@@ -59,10 +64,12 @@ class Trainer:
         return found
 
     def save(self, step: int, **more: Any) -> None:
-        checkpoint.save(self.run, step, {"step": step, **more}, self.model, self.optimizers, self.config, self.here)
+        """Save as a run does at its end: what fails is raised."""
+        self.saver.save(step, {"step": step, **more})
+        self.saver.settle(last=True)
 
     def restore(self) -> dict[str, Any] | None:
-        return checkpoint.restore(self.run, self.model, self.optimizers, self.config, self.here)
+        return self.saver.restore()
 
 
 @contextlib.contextmanager
