@@ -83,7 +83,8 @@ class Report:
         if not self._active:
             return
         if self._events is not None:
-            self._events.close()
+            with self._tolerant(self._run.tensorboard_path):
+                self._events.close()
         self.phase("done")
         write_json(
             self._attempt.outcome_path,
