@@ -88,9 +88,9 @@ class Saver:
                 logger.info("init_from=%s tensors=%d: %s", path, len(names), " ".join(names))
                 self._record(0, {"init_from": str(path), "init_tensors": len(names)})
             return None
-        for key in checkpoint.differences(found.made_by, self._made_by) if self._process.is_main else ():
-            if not key.startswith("attempts"):
-                logger.warning("step=%d changed since the checkpoint: %s", found.step, key)
+        changed = [k for k in checkpoint.differences(found.made_by, self._made_by) if not k.startswith("attempts")]
+        if changed and self._process.is_main:
+            logger.warning("step=%d changed since the checkpoint: %s", found.step, ", ".join(changed))
         self.started_step = self.committed_step = found.step
         self._clock = (found.step, time.monotonic())
         return found.state
