@@ -69,7 +69,7 @@ def _write_all(
     weights = _weights(found)
     tables = {match[1]: tensor for name, tensor in weights.items() if (match := _TABLE.fullmatch(name))}
     rest = {name.removeprefix("model."): t for name, t in weights.items() if not _TABLE.fullmatch(name)}
-    index: dict[str, list[dict[str, Any]]] = {}
+    index = _features(found)
     for name, table in tables.items():
         rows, row_bytes = table.shape[0], math.prod(table.shape[1:]) * DTYPE_BYTES[table.dtype]
         step = max(1, max_file_bytes // row_bytes)
@@ -78,13 +78,21 @@ def _write_all(
             suffix = f"-{number:05d}-of-{len(starts):05d}" if len(starts) > 1 else ""
             stop = min(first + step, rows)
             _write_file(target / f"{name}{suffix}.safetensors", {name: (table, first, stop)}, files, on_write)
-            index.setdefault(name, []).append(
-                {"file": f"{name}{suffix}.safetensors", "first_row": first, "rows": stop - first}
-            )
+            piece = {"file": f"{name}{suffix}.safetensors", "first_row": first, "rows": stop - first}
+            index[name]["files"].append(piece)
     whole = {name: (tensor, 0, tensor.shape[0] if tensor.shape else 1) for name, tensor in rest.items()}
     _write_file(target / "dense.safetensors", whole, files, on_write)
-    facts = {"format": 1, "step": found.step, "model": found.made_for["model"], "data": found.made_for["data"]}
-    write_json(target / "model.json", {**facts, "tables": index, "dense": "dense.safetensors"})
+    facts = {"format": 1, "step": found.step, "dense": found.made_for["data"]["dense"]}
+    write_json(target / "model.json", {**facts, "model": found.made_for["model"], "tables": index})
+
+
+def _features(found: Manifest) -> dict[str, dict[str, Any]]:
+    """The tables in the order of the model, each with the features that look it up."""
+    tables: dict[str, dict[str, Any]] = {}
+    for feature in found.made_for["data"]["sparse"]:
+        table = tables.setdefault(feature["table"] or f"t_{feature['name']}", {"features": [], "files": []})
+        table["features"].append(feature["name"])
+    return tables
 
 
 def _write_file(

@@ -254,7 +254,7 @@ def restore(
         wanted = [part for part in parts(model, optimizers, process.env.rank) if not part.name.startswith(RNG)]
         _load(path, found, wanted, {n for n in found.tensors if not n.startswith(RNG)}, process)
         _set_optimizer_step(optimizers, found.optimizer_step)
-        _restore_rng(path, found, config, process)
+        _together(process, lambda: _restore_rng(path, found, config, process))
         return found
     if steps:
         raise CheckpointError(
@@ -378,7 +378,10 @@ def _restore_rng(path: Path, found: Manifest, config: RunConfig, process: Proces
         seed(config.seed, process.env.rank, step=found.step)
         return
     _fill(rng, found.tensors[rng.name], _map(path, found), path)
-    torch.set_rng_state(rng.tensor)
+    try:
+        torch.set_rng_state(rng.tensor)
+    except RuntimeError as error:
+        raise CheckpointError(f"{path}: {rng.name}: {error}") from error
 
 
 def _made_for(config: RunConfig) -> dict[str, Any]:

@@ -4,6 +4,8 @@ import functools
 import hashlib
 import json
 import logging
+import os
+import pickle
 import resource
 import shutil
 from pathlib import Path
@@ -202,6 +204,11 @@ def flip_a_bit(path: Path, at: int) -> None:
     path.write_bytes(content)
 
 
+def zero_a_block(path: Path) -> None:
+    content = path.read_bytes()
+    path.write_bytes(content[:4096] + bytes(4096) + content[8192:])
+
+
 def edit_manifest(checkpoint: Path, change) -> None:
     path = checkpoint / "manifest.json"
     manifest = json.loads(path.read_text())
@@ -213,6 +220,10 @@ def edit_manifest(checkpoint: Path, change) -> None:
 
 DAMAGE = {
     "a flipped bit": (lambda c: flip_a_bit(c / "rank-00001.bin", at=1000), "rank-00001.bin does not have its checksum"),
+    "a zeroed block": (
+        lambda c: zero_a_block(c / "rank-00000.bin", at=4096),
+        "rank-00000.bin does not have its checksum",
+    ),
     "a truncated file": (lambda c: (c / "rank-00000.bin").write_bytes(b"abc"), "rank-00000.bin has 3 bytes, expected"),
     "a missing file": (lambda c: (c / "rank-00001.bin").unlink(), "rank-00001.bin: No such file"),
     "a missing manifest": (lambda c: (c / "manifest.json").unlink(), "manifest.json is missing"),
@@ -296,6 +307,28 @@ def test_a_tensor_with_a_hole_is_refused(ranks, run):
     (message,) = {state for state, _ in ranks(2, try_restore, BASE, run)}
     # Rank 0 misses its half, 2,502 of 5,003 rows of 12 columns.
     assert message == f"{run.checkpoint_path(2)}: {name}: 30024 of 30024 values are not in the checkpoint"
+
+
+class Evil:
+    """A pickle of this makes a file when it is loaded."""
+
+    def __init__(self, marker: Path) -> None:
+        self._marker = marker
+
+    def __reduce__(self):
+        return os.mkdir, (str(self._marker),)
+
+
+def test_a_checkpoint_cannot_run_code(ranks, run, tmp_path):
+    path, payload = run.checkpoint_path(2), pickle.dumps(Evil(tmp_path / "ran"))
+    (path / ".metadata").write_bytes(payload)  # where torch.distributed.checkpoint unpickles what it finds
+    content = payload + (path / "rank-00000.bin").read_bytes()[len(payload) :]
+    (path / "rank-00000.bin").write_bytes(content)
+    edit_manifest(path, lambda m: m["files"][0].update(sha256=hashlib.sha256(content).hexdigest()))
+    assert [state for state, _ in ranks(2, try_restore, BASE, run)] == [{"step": 2}] * 2  # numbers, whatever they mean
+    assert not (tmp_path / "ran").exists()
+    pickle.loads(payload)
+    assert (tmp_path / "ran").exists()
 
 
 # Saving

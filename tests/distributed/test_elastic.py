@@ -80,7 +80,9 @@ def travel(ranks, run: RunDir, optimizer: str, journey: list[tuple[int, str]]) -
 
 @pytest.mark.parametrize("optimizer", JOURNEYS)
 def test_losses_do_not_depend_on_the_ranks_and_plans_on_the_way(ranks, tmp_path, optimizer):
-    expected = travel(ranks, RunDir.create(tmp_path, "still"), optimizer, [(1, "table_wise")] * len(JOURNEYS[optimizer]))
+    expected = travel(
+        ranks, RunDir.create(tmp_path, "still"), optimizer, [(1, "table_wise")] * len(JOURNEYS[optimizer])
+    )
     found = travel(ranks, RunDir.create(tmp_path, "moving"), optimizer, JOURNEYS[optimizer])
     np.testing.assert_allclose(found, expected, rtol=1e-5)
 

@@ -102,7 +102,9 @@ def attempt(forks: Any, run: RunDir, name: str, point: Point | None = None) -> l
     run.start_attempt(name)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     pids = forks.Array("i", WORLD_SIZE)
-    ranks = [forks.Process(target=live, args=(r, store.port, CONFIG, run, name, point, pids)) for r in range(WORLD_SIZE)]
+    ranks = [
+        forks.Process(target=live, args=(r, store.port, CONFIG, run, name, point, pids)) for r in range(WORLD_SIZE)
+    ]
     for rank in ranks:
         rank.start()
     for rank in ranks:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 
@@ -54,6 +55,14 @@ class Trainer:
             loss, *_ = self._pipeline.progress(iterator)
             losses.append(loss.item())
         return losses
+
+    @torch.no_grad()
+    def score(self, step: int) -> np.ndarray:
+        """This rank's logits of the samples of a step, without training on them."""
+        self.model.eval()
+        _, logits_B, _, _ = self._pipeline.progress(self.batches.batches(step, step + 1))
+        self.model.train()
+        return logits_B.numpy()
 
     def parts(self) -> Parts:
         """A copy of every tensor that a checkpoint would hold, random state excepted."""

@@ -50,7 +50,7 @@ def part(raw) -> dict:
 
 
 MALICIOUS = {
-    "another file of this machine": lambda m: (m["files"][0].update(name="../../../../etc/passwd")),
+    "another file of this machine": lambda m: m["files"][0].update(name="../../../../etc/passwd"),
     "an absolute path": lambda m: m["files"][0].update(name="/etc/passwd"),
     "a part beyond its file": lambda m: part(m).update(byte=1),
     "a part before its file": lambda m: part(m).update(byte=-1),
