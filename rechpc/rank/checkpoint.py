@@ -248,19 +248,26 @@ def restore(
         except CheckpointError as error:
             logger.warning("checkpoint=%s skipped: %s", path.name, error)
             continue
-        changed = differences(found.made_for, _made_for(config))
-        if changed:
-            raise CheckpointError(f"{path}: made for another run: {', '.join(changed)} differ; start a new run")
-        wanted = [part for part in parts(model, optimizers, process.env.rank) if not part.name.startswith(RNG)]
-        _load(path, found, wanted, {n for n in found.tensors if not n.startswith(RNG)}, process)
-        _set_optimizer_step(optimizers, found.optimizer_step)
-        _together(process, lambda: _restore_rng(path, found, config, process))
+        _resume(path, found, model, optimizers, config, process)
         return found
     if steps:
         raise CheckpointError(
             f"{run.checkpoints_path}: none of {len(steps)} checkpoints can be read; see the log above"
         )
     return None
+
+
+def _resume(
+    path: Path, found: Manifest, model: DistributedModelParallel, optimizers: Optimizers, config: RunConfig,
+    process: Process,
+) -> None:  # fmt: skip
+    changed = differences(found.made_for, _made_for(config))
+    if changed:
+        raise CheckpointError(f"{path}: made for another run: {', '.join(changed)} differ; start a new run")
+    wanted = [part for part in parts(model, optimizers, process.env.rank) if not part.name.startswith(RNG)]
+    _load(path, found, wanted, {name for name in found.tensors if not name.startswith(RNG)}, process)
+    _set_optimizer_step(optimizers, found.optimizer_step)
+    _together(process, lambda: _restore_rng(path, found, config, process))
 
 
 def warm_start(

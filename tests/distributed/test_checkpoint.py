@@ -221,7 +221,7 @@ def edit_manifest(checkpoint: Path, change) -> None:
 DAMAGE = {
     "a flipped bit": (lambda c: flip_a_bit(c / "rank-00001.bin", at=1000), "rank-00001.bin does not have its checksum"),
     "a zeroed block": (
-        lambda c: zero_a_block(c / "rank-00000.bin", at=4096),
+        lambda c: zero_a_block(c / "rank-00000.bin"),
         "rank-00000.bin does not have its checksum",
     ),
     "a truncated file": (lambda c: (c / "rank-00000.bin").write_bytes(b"abc"), "rank-00000.bin has 3 bytes, expected"),
