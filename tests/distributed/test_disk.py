@@ -102,7 +102,8 @@ def save_in_trouble(env, config: RunConfig, run: RunDir, trouble: Callable[..., 
                     stack.enter_context(trouble(run))
                 one.here.agree(None)
                 yield
-                one.here.agree(None)
+                one.here.agree(None)  # nobody needs the trouble any more
+            one.here.agree(None)
 
         found: dict[str, Any] = {}
         save(1)
