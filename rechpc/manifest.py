@@ -4,7 +4,9 @@ docs/checkpoints.md describes the format. Standard library only, for the login n
 that a file says is trusted before it was checked here: a checkpoint may come from anywhere.
 """
 
+import concurrent.futures
 import hashlib
+import itertools
 import json
 import logging
 import math
@@ -171,10 +173,16 @@ def file_damage(
 
 
 def _sha256(path: Path, on_read: Callable[[int], None] | None) -> str:
-    digest, buffer = hashlib.sha256(), bytearray(_CHUNK_BYTES)
-    with open(path, "rb", buffering=0) as stream:
-        while count := stream.readinto(buffer):
-            digest.update(memoryview(buffer)[:count])
+    digest = hashlib.sha256()
+    # Reads the next chunk while a thread hashes the one before.
+    with open(path, "rb", buffering=0) as stream, concurrent.futures.ThreadPoolExecutor(1) as beside:
+        hashed = beside.submit(digest.update, b"")
+        for buffer in itertools.cycle((bytearray(_CHUNK_BYTES), bytearray(_CHUNK_BYTES))):
+            count = stream.readinto(buffer)
+            hashed.result()
+            if not count:
+                break
+            hashed = beside.submit(digest.update, memoryview(buffer)[:count])
             if on_read:
                 on_read(count)
     return digest.hexdigest()

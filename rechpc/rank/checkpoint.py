@@ -143,8 +143,10 @@ def _dense_states(optimizers: Optimizers) -> list[dict[str, Any]]:
     return [states for optimizer in both if optimizer for states in optimizer.state.values()]
 
 
-def write(run: RunDir, mine: Share, config: RunConfig, made_by: dict[str, Any], process: Process) -> Manifest | None:
+def write(run: RunDir, mine: Share, facts: dict[str, Any], process: Process) -> Manifest | None:
     """Write and commit a checkpoint of which every rank has a share; returns the manifest on rank 0.
+
+    `facts` are `made_for` and `made_by` of the manifest.
 
     Collective: every rank. Raises on every rank when any of them cannot write (CheckpointError) or has a value that
     is not finite (TrainingError); then nothing is committed, what was written is removed, and the earlier checkpoints
@@ -155,7 +157,7 @@ def write(run: RunDir, mine: Share, config: RunConfig, made_by: dict[str, Any], 
     try:
         _together(process, lambda: _make_empty(temporary) if process.is_main else None)
         written = _together(process, lambda: _write_share(temporary, mine, process.env.rank))
-        whole = _manifest(written, mine, config, made_by) if written is not None else None
+        whole = _manifest(written, mine, facts) if written is not None else None
         _together(process, lambda: manifest.commit(temporary, final, whole) if whole else None)
     except RechpcError:
         if process.is_main:
@@ -187,7 +189,7 @@ def _make_empty(path: Path) -> None:
 
 def _write_share(directory: Path, mine: Share, rank: int) -> tuple[File, list[tuple[str, str, tuple[int, ...], Block]]]:
     """Write a rank's file, durably; what it holds."""
-    path, digest = directory / f"rank-{rank:05d}.bin", hashlib.sha256()
+    path, digest, position = directory / f"rank-{rank:05d}.bin", hashlib.sha256(), 0
     try:
         # A thread of its own for the checksum: it takes about as long as writing.
         with open(path, "xb") as file, concurrent.futures.ThreadPoolExecutor(1) as beside:
@@ -196,10 +198,11 @@ def _write_share(directory: Path, mine: Share, rank: int) -> tuple[File, list[tu
                 view = memoryview(values.view(torch.uint8).numpy())
                 hashed = beside.submit(digest.update, view)
                 file.write(view)
+                # Has the disk begin now, beside the checksum, and not at the fsync.
+                os.posix_fadvise(file.fileno(), position, len(view), os.POSIX_FADV_DONTNEED)
+                position += len(view)
                 if values.is_floating_point() and values.numel() and not all(map(math.isfinite, values.aminmax())):
-                    raise TrainingError(
-                        f"step {mine.step}: {name} holds a value that is not finite; training has diverged"
-                    )
+                    raise TrainingError(f"step {mine.step}: {name} holds a value that is not finite: diverged")
                 hashed.result()
             file.flush()
             os.fsync(file.fileno())
@@ -213,18 +216,17 @@ def _write_share(directory: Path, mine: Share, rank: int) -> tuple[File, list[tu
     return File(path.name, position, digest.hexdigest()), entries
 
 
-def _manifest(written: list[Any], mine: Share, config: RunConfig, made_by: dict[str, Any]) -> Manifest:
+def _manifest(written: list[Any], mine: Share, facts: dict[str, Any]) -> Manifest:
     tensors: dict[str, Tensor] = {}
     for name, dtype, shape, block in (entry for _, entries in written for entry in entries):
         tensors.setdefault(name, Tensor(dtype, shape, [])).parts.append(block)
     return Manifest(
         step=mine.step,
         optimizer_step=mine.optimizer_step,
-        made_for=_made_for(config),
-        made_by=made_by,
         state=mine.state,
         files=[file for file, _ in written],
         tensors=tensors,
+        **facts,
     )
 
 
@@ -261,7 +263,7 @@ def _resume(
     path: Path, found: Manifest, model: DistributedModelParallel, optimizers: Optimizers, config: RunConfig,
     process: Process,
 ) -> None:  # fmt: skip
-    changed = differences(found.made_for, _made_for(config))
+    changed = differences(found.made_for, made_for(config))
     if changed:
         raise CheckpointError(f"{path}: made for another run: {', '.join(changed)} differ; start a new run")
     wanted = [part for part in parts(model, optimizers, process.env.rank) if not part.name.startswith(RNG)]
@@ -391,7 +393,7 @@ def _restore_rng(path: Path, found: Manifest, config: RunConfig, process: Proces
         raise CheckpointError(f"{path}: {rng.name}: {error}") from error
 
 
-def _made_for(config: RunConfig) -> dict[str, Any]:
+def made_for(config: RunConfig) -> dict[str, Any]:
     """What must be the same for the state to mean the same: not the world size, the plan or where files are."""
     data = asdict(config.data)
     for place in ("source", "path"):
@@ -406,9 +408,9 @@ def _made_for(config: RunConfig) -> dict[str, Any]:
         "optimizer": asdict(config.optimizer),
         "trainer": {"global_batch": config.trainer.global_batch},
     }
-    made_for = json.loads(json.dumps(values))
-    assert isinstance(made_for, dict)
-    return made_for
+    plain = json.loads(json.dumps(values))  # as it comes back
+    assert isinstance(plain, dict)
+    return plain
 
 
 def differences(saved: Any, now: Any, key: str = "") -> list[str]:

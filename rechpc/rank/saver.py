@@ -64,7 +64,7 @@ class Saver:
         group = dist.new_group(backend="gloo", timeout=_PATIENCE)
         self._beside = replace(process, host_group=group)
         self._host = checkpoint.HostCopy() if config.checkpoint.asynchronous else None
-        self._made_by = _made_by(run, config) if process.is_main else {}
+        self._facts = {"made_for": checkpoint.made_for(config), "made_by": _made_by(run, config)}
         self._save: _Save | None = None
         self._misses = 0
         self._warned: set[str] = set()
@@ -88,7 +88,9 @@ class Saver:
                 logger.info("init_from=%s tensors=%d: %s", path, len(names), " ".join(names))
                 self._record(0, {"init_from": str(path), "init_tensors": len(names)})
             return None
-        changed = [k for k in checkpoint.differences(found.made_by, self._made_by) if not k.startswith("attempts")]
+        changed = [
+            k for k in checkpoint.differences(found.made_by, self._facts["made_by"]) if not k.startswith("attempts")
+        ]
         if changed and self._process.is_main:
             logger.warning("step=%d changed since the checkpoint: %s", found.step, ", ".join(changed))
         self.started_step = self.committed_step = found.step
@@ -184,7 +186,7 @@ class Saver:
     def _write(self, mine: checkpoint.Share, future: "Future[tuple[int, float]]") -> None:
         """The life of the thread. Collective: the threads of all ranks."""
         try:
-            whole = checkpoint.write(self._run, mine, self._config, self._made_by, self._beside)
+            whole = checkpoint.write(self._run, mine, self._facts, self._beside)
             committed_s = time.monotonic()
             if whole is not None:
                 self._retire(mine.step)
