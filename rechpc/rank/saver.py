@@ -66,7 +66,7 @@ class Saver:
         self._host = checkpoint.HostCopy() if config.checkpoint.asynchronous else None
         self._facts = {"made_for": checkpoint.made_for(config), "made_by": _made_by(run, config)}
         self._save: _Save | None = None
-        self._misses = 0
+        self._misses, self._failure = 0, ""  # saves in a row that failed, and the last of them
         self._warned: set[str] = set()
         self._auto_steps = _FIRST_AUTO_STEPS
         self._step_s = 0.0
@@ -88,9 +88,9 @@ class Saver:
                 logger.info("init_from=%s tensors=%d: %s", path, len(names), " ".join(names))
                 self._record(0, {"init_from": str(path), "init_tensors": len(names)})
             return None
-        changed = [
-            k for k in checkpoint.differences(found.made_by, self._facts["made_by"]) if not k.startswith("attempts")
-        ]
+        changed = checkpoint.differences(
+            {**found.made_by, "attempts": None}, {**self._facts["made_by"], "attempts": None}
+        )
         if changed and self._process.is_main:
             logger.warning("step=%d changed since the checkpoint: %s", found.step, ", ".join(changed))
         self.started_step = self.committed_step = found.step
@@ -144,26 +144,23 @@ class Saver:
         Collective: every rank; nobody waits where no rank is `busy`. Raises on every rank: TrainingError for a value
         that is not finite; CheckpointError when checkpoint.max_failures saves in a row have failed, or the `last`.
         """
-        if self._save is None:
-            return
-        began_s, save = time.monotonic(), self._save
-        self._save = None
-        try:
-            size_bytes, committed_s = save.future.result()
-        except CheckpointError as error:
-            self._misses += 1
-            message = f"step {save.step}: checkpoint not written: {error}"
-            if last or self._misses >= self._config.checkpoint.max_failures:
-                kept = (
-                    "there is none" if self.committed_step is None else f"the last one is of step {self.committed_step}"
-                )
-                raise CheckpointError(f"{message} (failures in a row: {self._misses}; {kept})") from error
-            logger.warning("%s; training goes on", message)
-            self._record(save.step, {"checkpoint_failed": str(error)})
-            return
-        self._misses = 0
-        self.committed_step = save.step
-        self._account(save, size_bytes, committed_s - save.began_s, save.stall_s + time.monotonic() - began_s)
+        if self._save is not None:
+            began_s, save = time.monotonic(), self._save
+            self._save = None
+            try:
+                size_bytes, committed_s = save.future.result()
+                self._misses, self.committed_step = 0, save.step
+                self._account(save, size_bytes, committed_s - save.began_s, save.stall_s + time.monotonic() - began_s)
+            except CheckpointError as error:
+                self._misses += 1
+                self._failure = f"step {save.step}: checkpoint not written: {error}"
+                self._record(save.step, {"checkpoint_failed": str(error)})
+                if self._misses < self._config.checkpoint.max_failures and not last:
+                    logger.warning("%s; training goes on", self._failure)
+        if self._misses >= self._config.checkpoint.max_failures or (last and self._misses):
+            step = self.committed_step
+            kept = "there is none" if step is None else f"the last one is of step {step}"
+            raise CheckpointError(f"{self._failure} (failures in a row: {self._misses}; {kept})")
 
     def _account(self, save: _Save, size_bytes: int, duration_s: float, stall_s: float) -> None:
         lead_s = self._config.job.signal_lead_s
@@ -198,9 +195,7 @@ class Saver:
         """Remove what `checkpoint.keep*` does not keep, now that a newer one is complete. Called by rank 0."""
         policy = self._config.checkpoint
         best = None if policy.keep_best is KeepBest.none else manifest.best_step(self._run, policy.keep_best)
-        kept = manifest.kept_for(
-            self._run, newest=newest, keep=policy.keep, keep_every=policy.keep_every, best=best
-        )  # fmt: skip
+        kept = manifest.kept_for(self._run, newest=newest, keep=policy.keep, keep_every=policy.keep_every, best=best)
         manifest.retire(self._run, kept, newest=newest)
 
     def _warn(self, about: str, message: str) -> None:

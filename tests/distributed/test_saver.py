@@ -87,6 +87,18 @@ def test_both_ways_of_saving_write_the_same_bytes(ranks, tmp_path, asynchronous)
     assert (found.files, found.tensors) == (other.files, other.tensors)
 
 
+@pytest.mark.parametrize("asynchronous", ["true", "false"])
+def test_a_run_whose_last_save_fails_has_not_finished(ranks, tmp_path, asynchronous):
+    config = tiny(f"checkpoint.asynchronous={asynchronous}", "checkpoint.every=0", world_size=2)
+    run = RunDir.create(tmp_path, "run")
+    run.start_attempt("test.0")
+    run.checkpoints_path.rmdir()
+    run.checkpoints_path.write_text("not a directory")
+    (message,) = set(ranks(2, attempt_in_process, config, run, "test.0"))
+    assert message.startswith("CheckpointError: step 11: checkpoint not written: ")
+    assert not run.result_path.exists()
+
+
 def test_every_save_says_what_it_cost(ranks, tmp_path):
     run = run_of(tiny("checkpoint.every=5", world_size=2), ranks, tmp_path)
     for save in saves(run):
