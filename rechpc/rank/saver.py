@@ -64,7 +64,8 @@ class Saver:
         group = dist.new_group(backend="gloo", timeout=_PATIENCE)
         self._beside = replace(process, host_group=group)
         self._host = checkpoint.HostCopy() if config.checkpoint.asynchronous else None
-        self._facts = {"made_for": checkpoint.made_for(config), "made_by": _made_by(run, config)}
+        made_by = _made_by(run, config) if process.is_main else {}
+        self._facts = {"made_for": checkpoint.made_for(config), "made_by": made_by}
         self._save: _Save | None = None
         self._misses, self._failure = 0, ""  # saves in a row that failed, and the last of them
         self._warned: set[str] = set()
@@ -88,11 +89,11 @@ class Saver:
                 logger.info("init_from=%s tensors=%d: %s", path, len(names), " ".join(names))
                 self._record(0, {"init_from": str(path), "init_tensors": len(names)})
             return None
-        changed = checkpoint.differences(
-            {**found.made_by, "attempts": None}, {**self._facts["made_by"], "attempts": None}
-        )
-        if changed and self._process.is_main:
-            logger.warning("step=%d changed since the checkpoint: %s", found.step, ", ".join(changed))
+        if self._process.is_main:
+            now = {**self._facts["made_by"], "attempts": found.made_by.get("attempts")}  # of which there is a new one
+            changed = checkpoint.differences(found.made_by, now)
+            if changed:
+                logger.warning("step=%d changed since the checkpoint: %s", found.step, ", ".join(changed))
         self.started_step = self.committed_step = found.step
         self._clock = (found.step, time.monotonic())
         return found.state

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from rechpc.config import RunConfig, ShardingType
+from rechpc.config import DataKind, RunConfig, ShardingType
 from rechpc.errors import CheckpointError
 from rechpc.rank import checkpoint
 from rechpc.rank.sharding import local_shards
@@ -281,6 +281,19 @@ def test_a_checkpoint_of_another_run_is_refused_with_the_keys_that_differ(ranks,
     other = settings("adagrad", "row_wise", 2, *OTHER_RUNS[keys])
     expected = f"{run.checkpoint_path(2)}: made for another run: {keys} differ; start a new run"
     assert [state for state, _ in ranks(2, try_restore, other, run)] == [expected] * 2
+
+
+def test_data_prepared_anew_is_other_data_wherever_it_is(tmp_path):
+    config = tiny()
+    config.data.kind = DataKind.criteo
+    found = []
+    for place, index in (("a", "{}"), ("b", "{}"), ("c", '{"rows": 1}')):
+        (tmp_path / place).mkdir()
+        (tmp_path / place / "index.json").write_text(index)
+        config.data.path = str(tmp_path / place)
+        found.append(checkpoint.made_for(config))
+    assert checkpoint.differences(found[0], found[1]) == []
+    assert checkpoint.differences(found[0], found[2]) == ["data.index_sha256"]
 
 
 def test_what_does_not_change_the_model_may_change_on_resume(ranks, run):
