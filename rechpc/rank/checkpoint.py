@@ -146,11 +146,9 @@ def _dense_states(optimizers: Optimizers) -> list[dict[str, Any]]:
 def write(run: RunDir, mine: Share, facts: dict[str, Any], process: Process) -> Manifest | None:
     """Write and commit a checkpoint of which every rank has a share; returns the manifest on rank 0.
 
-    `facts` are `made_for` and `made_by` of the manifest.
-
-    Collective: every rank. Raises on every rank when any of them cannot write (CheckpointError) or has a value that
-    is not finite (TrainingError); then nothing is committed, what was written is removed, and the earlier checkpoints
-    are as they were.
+    Collective: every rank. `facts` are `made_for` and `made_by` of the manifest. Raises on every rank when any of them
+    cannot write (CheckpointError) or has a value that is not finite (TrainingError); then nothing is committed, what
+    was written is removed, and the earlier checkpoints are as they were.
     """
     final = run.checkpoint_path(mine.step)
     temporary = final.with_name(final.name + ".tmp")

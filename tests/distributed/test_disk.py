@@ -138,7 +138,7 @@ def test_training_outlives_a_failed_save_and_stops_after_two_in_a_row(ranks, req
     run = RunDir.create(request.getfixturevalue("disk") if on_disk else tmp_path, "run")
     for found in ranks(2, save_in_trouble, CONFIG, run, TROUBLES[reason]):
         assert found["committed_after_a_failure"] == [1]
-        assert [failure.rpartition(": ")[2] for failure in found["failures"]] == [reason] * 2
+        assert [failure.rpartition(": ")[2] for failure in found["failures"]] == [reason] * 3
         assert found["error"].startswith(f"step 5: checkpoint not written: {run.checkpoints_path}")
         assert found["error"].endswith(f"{reason} (failures in a row: 2; the last one is of step 3)")
         assert found["space_kept_bytes"] <= 0 or not on_disk
