@@ -10,6 +10,9 @@ from typing import Any
 
 from omegaconf import MISSING
 
+AUTO = "auto"
+"""A value of `checkpoint.every`."""
+
 
 def option(default: Any, doc: str, *, low: float | None = None, high: float | None = None) -> Any:
     """A documented configuration key; `low` and `high` are inclusive bounds, also for list elements."""
@@ -62,6 +65,14 @@ class ShardingType(StrEnum):
 class DataKind(StrEnum):
     synthetic = "synthetic"
     criteo = "criteo"
+
+
+class KeepBest(StrEnum):
+    """The metric by which the best checkpoint is kept."""
+
+    none = "none"
+    val_ne = "val_ne"
+    val_auc = "val_auc"
 
 
 class SparseOptimizer(StrEnum):
@@ -237,10 +248,19 @@ class TrainerConfig:
 
 @dataclass(kw_only=True, slots=True)
 class CheckpointConfig:
-    """When the run saves itself."""
+    """When the run saves itself, what it keeps, and what it starts from."""
 
-    every: int = option(100, "steps between two checkpoints; 0: only at the end and when stopped", low=0)
+    every: int | str = option(100, "steps between two checkpoints; 0: only at the end and when stopped; auto", low=0)
+    asynchronous: bool = option(True, "write beside training, from a copy in host memory")
     keep: int = option(3, "newest checkpoints that are kept", low=1)
+    keep_every: int = option(0, "checkpoints of steps that this divides are kept for good; 0: none", low=0)
+    keep_best: KeepBest = option(KeepBest.none, "metric of the val split by which the best is kept too, or none")
+    max_failures: int = option(2, "saves in a row that fail before the run is stopped", low=1)
+    node_mtbf_h: float = option(3600.0, "mean hours between failures of one node, for every=auto", low=0.01)
+    init_from: str | None = option(None, "run or checkpoint directory that a new run takes its weights from")
+    init_include: list[str] = option(["*"], "names of the tensors to take, with * and ?")
+    init_exclude: list[str] = option([], "names of those not to take")
+    init_optimizer: bool = option(False, "take the state of the optimizers too")
 
 
 @dataclass(kw_only=True, slots=True)

@@ -16,10 +16,12 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 from yaml import YAMLError
 
 from rechpc.config import (
+    AUTO,
     CommandConfig,
     ContainerRuntime,
     DataConfig,
     DataKind,
+    KeepBest,
     Launcher,
     RunConfig,
     ShardingType,
@@ -156,6 +158,7 @@ def _broken_rules(c: RunConfig) -> Iterator[str]:
     yield from _batch_rules(c)
     yield from _model_rules(c)
     yield from _data_rules(c.data)
+    yield from _checkpoint_rules(c)
     o = c.optimizer
     if o.decay_steps and o.decay_start_step < o.warmup_steps:
         yield (
@@ -188,6 +191,16 @@ def _batch_rules(c: RunConfig) -> Iterator[str]:
             f"data.synthetic.train_rows={rows}: fewer samples than one global batch; "
             f"set trainer.global_batch to at most {rows}, it is {t.global_batch}"
         )
+
+
+def _checkpoint_rules(c: RunConfig) -> Iterator[str]:
+    k = c.checkpoint
+    if isinstance(k.every, str) and k.every != AUTO:
+        yield f"checkpoint.every={k.every}: expected a number of steps, 0, or {AUTO}"
+    if k.keep_best is not KeepBest.none and not c.trainer.eval_every:
+        yield f"checkpoint.keep_best={k.keep_best}: needs evaluations to choose by; set trainer.eval_every"
+    if not k.init_from and (k.init_include != ["*"] or k.init_exclude or k.init_optimizer):
+        yield "checkpoint.init_from=null: the other checkpoint.init_* keys need the run or checkpoint to take from"
 
 
 def _model_rules(c: RunConfig) -> Iterator[str]:

@@ -10,10 +10,10 @@ import shutil
 import sys
 from pathlib import Path
 
-from rechpc import compose, memory
+from rechpc import compose, manifest, memory
 from rechpc.config import CommandConfig, DataKind, Launcher, RunConfig
 from rechpc.dataset import check_index, read_index
-from rechpc.errors import ConfigError, DataError
+from rechpc.errors import CheckpointError, ConfigError, DataError
 from rechpc.follow import Interrupts, follow
 from rechpc.host import container, provenance, slurm, task
 from rechpc.rules import dump, load, validate
@@ -51,6 +51,7 @@ def main(command: CommandConfig, overrides: list[str]) -> int:
     """Submit, resume or dry-run what the command line says; returns the exit status."""
     if command.resume is None:
         run, config = None, _with_absolute_paths(command)
+        _check_warm_start(config)
     else:
         run = RunDir.open(command.resume)
         config = _resumed(run, command, overrides)
@@ -124,11 +125,21 @@ def _with_absolute_paths(config: RunConfig) -> RunConfig:
         config,
         data=dataclasses.replace(data, path=_absolute(data.path), source=_absolute(data.source)),
         container=dataclasses.replace(config.container, image=_absolute(image)),
+        checkpoint=dataclasses.replace(config.checkpoint, init_from=_absolute(config.checkpoint.init_from)),
     )
 
 
 def _absolute(path: str | None) -> str | None:
     return path and str(Path(path).expanduser().absolute())
+
+
+def _check_warm_start(config: RunConfig) -> None:
+    source = config.checkpoint.init_from
+    try:
+        if source:
+            manifest.locate(Path(source))
+    except CheckpointError as error:
+        raise ConfigError(f"checkpoint.init_from={error}") from error
 
 
 def _check_data(config: RunConfig) -> None:

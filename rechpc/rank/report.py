@@ -3,12 +3,15 @@
 Rank 0 writes, the others call the same methods and do nothing. Nothing here is collective.
 """
 
+import contextlib
 import json
 import logging
 import os
 import resource
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,6 +36,7 @@ class Report:
         self._device = process.device
         self._progress: dict[str, Any] = {}
         self._last_heartbeat_s = 0.0
+        self._unwritable: set[Path] = set()
         self._metrics = None
         self._events = None
         if self._active:
@@ -51,16 +55,21 @@ class Report:
         self._beat(now=False)
 
     def record(self, step: int, values: dict[str, Any]) -> None:
-        """Append one record to `metrics.jsonl`, and its numbers to TensorBoard."""
+        """Append one record to `metrics.jsonl`, and its numbers to TensorBoard.
+
+        A full disk ends nothing: what cannot be written now is written with a later record, and the log has it.
+        """
         if self._metrics is None:
             return
         record = {"attempt": self._ordinal, "step": step, "time_s": round(time.time(), 3), **values}
-        self._metrics.write(json.dumps(record, allow_nan=False) + "\n")
-        self._metrics.flush()
+        with self._tolerant(self._run.metrics_path):
+            self._metrics.write(json.dumps(record, allow_nan=False) + "\n")
+            self._metrics.flush()
         logger.info(" ".join(f"{k}={v:.6g}" if isinstance(v, float) else f"{k}={v}" for k, v in record.items()))
         for key, value in values.items():
             if self._events is not None and isinstance(value, int | float):
-                self._events.add_scalar(key, value, step)
+                with self._tolerant(self._run.tensorboard_path):
+                    self._events.add_scalar(key, value, step)
 
     def memory(self) -> dict[str, float]:
         """Peak memory of rank 0 so far, under keys with units."""
@@ -74,7 +83,8 @@ class Report:
         if not self._active:
             return
         if self._events is not None:
-            self._events.close()
+            with self._tolerant(self._run.tensorboard_path):
+                self._events.close()
         self.phase("done")
         write_json(
             self._attempt.outcome_path,
@@ -97,8 +107,20 @@ class Report:
         path = self._attempt.heartbeat_path
         temporary = path.with_name(".heartbeat.tmp")
         # Without fsync, unlike everything else: it is worth nothing after a power loss.
-        temporary.write_text(json.dumps({**self._progress, "time_s": time.time()}))
-        os.rename(temporary, path)
+        with self._tolerant(path):
+            temporary.write_text(json.dumps({**self._progress, "time_s": time.time()}))
+            os.rename(temporary, path)
+
+    @contextlib.contextmanager
+    def _tolerant(self, path: Path) -> Iterator[None]:
+        """Go on where a file cannot be written; says so once for each, until it can be written again."""
+        try:
+            yield
+            self._unwritable.discard(path)
+        except OSError as error:
+            if path not in self._unwritable:
+                self._unwritable.add(path)
+                logger.warning("path=%s cannot be written: %s; training goes on", path, error.strerror)
 
 
 @dataclass(kw_only=True, slots=True)

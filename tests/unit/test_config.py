@@ -140,6 +140,9 @@ RULES = {
         "optimizer.sparse=rowwise_adagrad",
         "choose sharding=row_wise",
     ),
+    "an interval that is no number": (["checkpoint.every=often"], "checkpoint.every=often", "0, or auto"),
+    "the best of no evaluation": (["checkpoint.keep_best=val_ne"], "checkpoint.keep_best=val_ne", "trainer.eval_every"),
+    "a choice from nothing": (["checkpoint.init_exclude=[a]"], "checkpoint.init_from=null", "to take from"),
 }
 
 
@@ -172,6 +175,10 @@ RANGES = {
     "model.over_layers=[0,1]": "model.over_layers[0]=0: expected at least 1",
     "data.sparse=[{name: x, rows: 0}]": "data.sparse[0].rows=0: expected at least 1",
     "data.synthetic.label_noise=1.5": "data.synthetic.label_noise=1.5: expected at most 1",
+    "checkpoint.every=-1": "checkpoint.every=-1: expected at least 0",
+    "checkpoint.max_failures=0": "checkpoint.max_failures=0: expected at least 1",
+    "checkpoint.keep_every=-1": "checkpoint.keep_every=-1: expected at least 0",
+    "checkpoint.node_mtbf_h=0": "checkpoint.node_mtbf_h=0.0: expected at least 0.01",
     "checkpoint.keep=0": "checkpoint.keep=0: expected at least 1",
     "cluster.host_memory_gib=0": "cluster.host_memory_gib=0.0: expected at least 1",
 }

@@ -111,6 +111,7 @@ def test_a_slurm_dry_run_shows_the_batch_script_and_the_container(command):
         ("job.signal_lead_s=90000", ["job.signal_lead_s=90000", "86400 s of job.time_limit_min=1440"]),
         ("data=criteo_kaggle", ["data.path=null", "rechpc.prepare"]),
         ("experiment=criteo_8k data.path=nothing", ["data.path=", "/nothing", "no index.json"]),
+        ("checkpoint.init_from=nothing", ["checkpoint.init_from=/", "/nothing: expected a checkpoint, or a run"]),
         ("resume=nothing", ["nothing", "not a run directory"]),
         ("runs_root=a%b", ["runs_root=", "'%'"]),
     ],
