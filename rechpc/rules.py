@@ -20,6 +20,7 @@ from rechpc.config import (
     ContainerRuntime,
     DataConfig,
     DataKind,
+    IdMapping,
     Launcher,
     RunConfig,
     ShardingType,
@@ -156,6 +157,7 @@ def _broken_rules(c: RunConfig) -> Iterator[str]:
     yield from _batch_rules(c)
     yield from _model_rules(c)
     yield from _data_rules(c.data)
+    yield from _source_rules(c.data)
     o = c.optimizer
     if o.decay_steps and o.decay_start_step < o.warmup_steps:
         yield (
@@ -201,6 +203,21 @@ def _model_rules(c: RunConfig) -> Iterator[str]:
         )
     if not m.over_layers or m.over_layers[-1] != 1:
         yield f"model.over_layers={m.over_layers}: the last width must be 1, the logit"
+
+
+def _source_rules(d: DataConfig) -> Iterator[str]:
+    """What rechpc.prepare needs."""
+    names = [*d.dense, *(f.name for f in d.sparse)]
+    for key, known in (("columns", ["label", *names]), ("dense_transforms", d.dense)):
+        for name in sorted(set(getattr(d, key)) - set(known)):
+            yield f"data.{key}.{name}: no such feature; expected one of {', '.join(known)}"
+    for f in d.sparse:
+        if f.mapping is IdMapping.vocabulary and f.rows < 3:
+            yield f"data.sparse: {f.name!r} has {f.rows} rows; mapping=vocabulary needs 3: missing, rare and one value"
+    if d.separator != "tab" and len(d.separator.encode()) != 1:
+        yield f"data.separator={d.separator!r}: expected one character, or tab"
+    if not d.list_separator:
+        yield "data.list_separator='': expected at least one character, which separates the ids of a list"
 
 
 def _data_rules(d: DataConfig) -> Iterator[str]:

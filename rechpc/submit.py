@@ -133,11 +133,11 @@ def _absolute(path: str | None) -> str | None:
 def _check_data(config: RunConfig) -> None:
     """Raise ConfigError unless the prepared data set is there and fits; synthetic data was checked by validate."""
     data, batch = config.data, config.trainer.global_batch
-    if data.kind is not DataKind.criteo:
+    if data.kind is DataKind.synthetic:
         return
     if data.path is None:
         raise ConfigError(
-            "data.path=null: data.kind=criteo needs a prepared data set; make one with "
+            f"data.path=null: data.kind={data.kind} needs a prepared data set; make one with "
             "python -m rechpc.prepare data.source=DIR data.path=DATA and set data.path=DATA"
         )
     try:

@@ -50,8 +50,13 @@ def write(path: Path, config: DataConfig, splits: dict[str, list[Block]], *, blo
         block_rows=config.block_rows,
         dense=config.dense,
         sparse_rows={feature.name: feature.rows for feature in config.sparse},
+        mappings=config.mappings(),
         ids_per_sample={feature.name: feature.ids_per_sample for feature in config.sparse},
+        id_range={feature.name: [0, feature.rows - 1] for feature in config.sparse},
         dense_transform={},
+        dense_statistics={},
+        vocabularies={},
+        bad_rows={},
         splits=written,
     )
     write_index(path, index)

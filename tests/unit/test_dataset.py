@@ -27,8 +27,13 @@ def index(tmp_path) -> Index:
         block_rows=8,
         dense=["I1", "I2"],
         sparse_rows={"C1": 100, "C2": 50},
+        mappings=CONFIG.mappings(),
         ids_per_sample={"C1": 1.0, "C2": 2.5},
-        dense_transform={"I1": {"shift": 3.0}},
+        id_range={"C1": [0, 99], "C2": []},
+        dense_transform={"I1": {"min": 3.0}},
+        dense_statistics={"I1": {"min": 3.0}},
+        vocabularies={},
+        bad_rows={"label: skipped": 2},
         splits={"train": Split(files=files, positives=4), "val": Split(files=[], positives=0)},
     )
     write_index(tmp_path, index)
@@ -72,10 +77,10 @@ def test_a_file_of_another_size_is_named(tmp_path, index, size):
     )
 
 
-@pytest.mark.parametrize("found", [0, 2, "1", None])
+@pytest.mark.parametrize("found", [0, 1, "2", None])
 def test_another_format_is_refused(tmp_path, index, found):
     edit(tmp_path, format=found)
-    with pytest.raises(DataError, match="not of format 1; prepare the data set again"):
+    with pytest.raises(DataError, match="not of format 2; prepare the data set again"):
         read_index(tmp_path)
 
 
