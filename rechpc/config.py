@@ -191,6 +191,10 @@ class SparseFeature:
     mapping: IdMapping = option(IdMapping.hash, "how prepare makes ids: hash, vocabulary or as_is")
     min_count: int = option(1, "for vocabulary: rarer values of the train split share one id", low=1)
 
+    @property
+    def table_name(self) -> str:
+        return self.table or f"t_{self.name}"
+
 
 @dataclass(kw_only=True, slots=True)
 class SyntheticConfig:
@@ -234,7 +238,7 @@ class DataConfig:
         """Tables by name, in the order in which features first name them."""
         tables: dict[str, Table] = {}
         for feature in self.sparse:
-            name = feature.table or f"t_{feature.name}"
+            name = feature.table_name
             table = tables.setdefault(name, Table(name=name, rows=feature.rows, features=[]))
             table.features.append(feature)
         return tables

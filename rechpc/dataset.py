@@ -55,7 +55,7 @@ class Index:
     id_range: dict[str, list[int]]  # smallest and largest id of each sparse feature, over all splits; [] without any
     dense_transform: dict[str, dict[str, float]]  # parameters fitted on the train split, by feature
     dense_statistics: dict[str, dict[str, float]]  # of the train split, before the transform, by feature
-    vocabularies: dict[str, DataFile]  # key, count and id of the values with an id of their own, by sparse feature
+    vocabularies: dict[str, DataFile]  # by table: key, count and id of the values that have an id of their own
     bad_rows: dict[str, int]  # rows that were skipped or fixed, by kind
     splits: dict[str, Split]
 

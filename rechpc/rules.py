@@ -235,3 +235,8 @@ def _data_rules(d: DataConfig) -> Iterator[str]:
                     f"data.sparse: table {table.name!r} has {table.rows} rows for feature {table.features[0].name!r} "
                     f"but {feature.rows} for {feature.name!r}; features that share a table need the same rows"
                 )
+            if (feature.mapping, feature.min_count) != (table.features[0].mapping, table.features[0].min_count):
+                yield (
+                    f"data.sparse: {feature.name!r} and {table.features[0].name!r} share table {table.name!r} and need "
+                    "the same mapping and min_count, so that a value has one id"
+                )

@@ -109,10 +109,10 @@ def _convert(files: list[SourceFile], config: DataConfig, directory: Path) -> st
     if "train" not in splits:
         raise DataError(f"data.source={config.source}: no row of the train split is left ({judge})")
     vocabularies = {}
-    for number, name in enumerate(f.name for f in config.sparse if f.mapping is IdMapping.vocabulary):
+    for number, (table, vocabulary) in enumerate(features.vocabularies().items()):
         path = directory / f"vocabulary-{number:03d}.arrow"
-        features.vocabulary(name).write_ipc(path)
-        vocabularies[name] = data_file(path, len(features.vocabulary(name)))
+        vocabulary.write_ipc(path)
+        vocabularies[table] = data_file(path, len(vocabulary))
     shutil.rmtree(scratch)
     index = Index(
         block_rows=config.block_rows,

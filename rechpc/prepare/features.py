@@ -38,8 +38,9 @@ class Features:
     def __init__(self, config: DataConfig, scratch: Path) -> None:
         self._config = config
         self._dense = {name: _Moments() for name in config.dense}
-        counted = [f for f in config.sparse if f.mapping is IdMapping.vocabulary]
-        self._counts = {f.name: _Counts(f, scratch, _MAX_COUNTED // len(counted)) for f in counted}
+        # Features that share a table share its vocabulary.
+        counted = {f.table_name: f for f in config.sparse if f.mapping is IdMapping.vocabulary}
+        self._counts = {t: _Counts(f, scratch, _MAX_COUNTED // len(counted)) for t, f in counted.items()}
         self._ids: dict[str, pl.DataFrame] = {}
         self.rows = 0  # of the train split, so far
 
@@ -48,8 +49,9 @@ class Features:
         self.rows += len(frame)
         for name, moments in self._dense.items():
             moments.add(frame[name])
-        for name, counts in self._counts.items():
-            counts.add(frame[name])
+        for feature in self._config.sparse:
+            if feature.mapping is IdMapping.vocabulary:
+                self._counts[feature.table_name].add(frame[feature.name])
 
     @property
     def statistics(self) -> dict[str, dict[str, float]]:
@@ -64,11 +66,11 @@ class Features:
         kinds = {n: self._config.dense_transforms.get(n, self._config.dense_transform) for n in self._dense}
         return {name: {key: self.statistics[name][key] for key in wanted.get(kinds[name], ())} for name in kinds}
 
-    def vocabulary(self, name: str) -> pl.DataFrame:
-        """The keys of a feature with mapping=vocabulary, by count, with their ids."""
-        if name not in self._ids:
-            self._ids[name] = self._counts[name].ids()
-        return self._ids[name]
+    def vocabularies(self) -> dict[str, pl.DataFrame]:
+        """By table, the keys of mapping=vocabulary that have an id of their own, by count; fixed at the first call."""
+        if self._counts and not self._ids:
+            self._ids = {table: counts.ids() for table, counts in self._counts.items()}
+        return self._ids
 
     def finish(self, frame: pl.DataFrame) -> pa.Table:
         """The rows as a data set stores them (see rechpc.dataset)."""
@@ -92,7 +94,7 @@ class Features:
         if feature.mapping is not IdMapping.vocabulary:
             return keys
         found = keys.alias("key").to_frame().join(
-            self.vocabulary(feature.name), on="key", how="left", maintain_order="left"
+            self.vocabularies()[feature.table_name], on="key", how="left", maintain_order="left"
         )  # fmt: skip
         ids = pl.when(pl.col("key").is_null()).then(_MISSING).otherwise(pl.col("id").fill_null(_RARE))
         return found.select(ids.cast(pl.Int32)).to_series()
@@ -162,7 +164,7 @@ class _Counts:
         best = self._counts.clear()
         for partition, part in self._partitions():
             files = sorted((self._spilled / str(partition)).glob("*.arrow"))
-            whole = _sum([part, *(pl.read_ipc(file, memory_map=False) for file in files)])
+            whole = _sum([part, *(pl.read_ipc(file) for file in files)])
             frequent = whole.filter(pl.col("count") >= feature.min_count)
             best = pl.concat([best, frequent]).sort(["count", "key"], descending=[True, False])
             best = best.head(feature.rows - _FIRST)

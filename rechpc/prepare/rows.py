@@ -208,7 +208,10 @@ class _Column:
             return raw.cast(pl.String)
         if raw.dtype != pl.Binary:
             return raw
-        text = raw.cast(pl.String, strict=False)
+        try:
+            text = raw.cast(pl.String)
+        except pl.exceptions.ComputeError:
+            text = pl.Series([_decode(value) for value in raw], dtype=pl.String)
         self._find(text.is_null() & raw.is_not_null(), raw, "not UTF-8", "text", advice=DAMAGED)
         has_nul = raw.bin.contains(b"\0")
         self._find(has_nul.fill_null(False), raw, "NUL byte", "text", advice=DAMAGED)
@@ -223,6 +226,13 @@ class _Column:
             value, number = raw[int(i)], int(self._row_N[i])
             error = message(self._rows, number, self._name, value, expected, advice)
             self.findings.append(Finding(number=number, kind=kind, error=error, fixable=fixable))
+
+
+def _decode(value: bytes | None) -> str | None:
+    try:
+        return value.decode() if value is not None else None
+    except UnicodeDecodeError:
+        return None
 
 
 def _hash(text: str) -> int:

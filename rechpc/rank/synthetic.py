@@ -75,9 +75,8 @@ class _Teacher:
         latents = []
         for feature in self._features:
             lengths_N, values = bags[feature.name]
-            table = feature.table or f"t_{feature.name}"
-            raw_N += _bag_mean(self._effect[table][values], lengths_N)
-            latents.append(_bag_mean(self._latent[table][values], lengths_N))
+            raw_N += _bag_mean(self._effect[feature.table_name][values], lengths_N)
+            latents.append(_bag_mean(self._latent[feature.table_name][values], lengths_N))
         # Neighbours in the list of features interact, which a model without products cannot express.
         for left_ND, right_ND in itertools.pairwise(latents):
             raw_N += _PAIR_WEIGHT * (left_ND * right_ND).sum(axis=1)
@@ -95,7 +94,7 @@ def _features(
         else:  # a bag: some are empty, some are long
             lengths_N = rng.poisson(feature.ids_per_sample, rows).astype(np.int32)
         popularity = _power_law(rng, feature, config.synthetic.id_skew, int(lengths_N.sum()))
-        bags[feature.name] = lengths_N, id_order[feature.table or f"t_{feature.name}"][popularity]
+        bags[feature.name] = lengths_N, id_order[feature.table_name][popularity]
     return dense_NF, bags
 
 

@@ -359,6 +359,29 @@ def test_an_existing_target_is_refused_and_untouched(what: str, tmp_path: Path) 
     assert (out.lstat().st_ino, out.lstat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
 
 
+# Others at work.
+
+
+def test_what_a_killed_process_left_is_removed_and_never_believed(tmp_path: Path) -> None:
+    left = tmp_path / "out.tmp"
+    left.mkdir()
+    for name in ("index.json", "train-00000.arrow", "train-00001.arrow"):
+        (left / name).write_text("half")
+    (tmp_path / "out.tmp.lock").touch()
+    index = read_index(convert(folder(tmp_path / "in"), tmp_path / "out"))
+    assert {p.name for p in (tmp_path / "out").iterdir()} == {"index.json", *(f.name for f in index.files())}
+    assert {p.name for p in tmp_path.iterdir()} == {"in", "out"}
+
+
+def test_a_second_process_for_the_same_target_is_refused_and_disturbs_nothing(tmp_path: Path) -> None:
+    source = folder(tmp_path / "in")
+    with conversion._temporary(tmp_path / "out") as temporary:
+        (temporary / "mine").touch()
+        with pytest.raises(ConfigError, match="another prepare is making it; wait, or choose another"):
+            convert(source, tmp_path / "out")
+        assert (temporary / "mine").exists()
+
+
 # The command.
 
 

@@ -7,6 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from rechpc.config import BadRows
+from rechpc.dataset import read_index
 from rechpc.errors import DataError, RechpcError
 from rechpc.prepare import criteo
 from tests.unit.test_prepare import (
@@ -165,3 +167,66 @@ def test_a_full_disk_is_an_error_that_leaves_nothing(tmp_path: Path) -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
     assert [p.name for p in tmp_path.iterdir()] == ["in"]
+
+
+# The policies.
+
+POLICY_LINES = {
+    "short line": (line(C25="", C26="").rstrip(b"\t"), "columns", True),
+    "long line": (line() + b"\t\t", "columns", True),
+    "long line with a value": (line() + b"\tx", "columns", False),
+    "line cut in the middle": (line().partition(b"a")[0], "columns", True),
+    "row without a label": (line(I13="7", C1="68fd1e64").partition(b"\t")[2], "columns", False),
+    "blank line": (b"", "blank line", True),
+    "header": ("\t".join(criteo.COLUMNS).encode(), "label", False),
+    "label": (line("2"), "label", False),
+    "number": (line(I3="1.5"), "number", True),
+    "hexadecimal": (line(C3="xyz"), "hexadecimal", True),
+    "NUL byte": (line(C3="a\0"), "NUL byte", True),
+    "not UTF-8": (line(C3="a\udcff"), "not UTF-8", True),
+}
+
+
+@pytest.mark.parametrize("case", POLICY_LINES)
+@pytest.mark.parametrize("policy", ["skip", "fix"])
+def test_a_bad_line_is_skipped_or_fixed_and_counted(case: str, policy: str, tmp_path: Path) -> None:
+    bad, kind, fixable = POLICY_LINES[case]
+    good = lines(20)
+    source = folder(tmp_path / "in", test=text(*good[:7], bad, *good[7:]))
+    out = convert(source, tmp_path / "out", bad_rows=BadRows(policy))
+    fixed = policy == "fix" and fixable
+    assert read_index(out).bad_rows == {f"{kind}: {'fixed' if fixed else 'skipped'}": 1}
+    labels = table(out, "test")["label"].to_pylist()
+    expected = [row[0] for row in plain_rows(text(*good))]
+    if fixed and case != "blank line":
+        expected.insert(7, 0)
+    assert labels == expected
+
+
+def test_a_header_in_the_first_line_is_skipped_as_one(tmp_path: Path) -> None:
+    source = folder(tmp_path / "in", test=text("\t".join(criteo.COLUMNS).encode(), line("1")))
+    out = convert(source, tmp_path / "out", bad_rows=BadRows.fix)
+    assert read_index(out).bad_rows == {"header: skipped": 1}
+    assert table(out, "test")["label"].to_pylist() == [1]
+
+
+def test_stripped_trailing_tabs_are_put_back(tmp_path: Path) -> None:
+    if not RAGGED.is_file():
+        pytest.skip(f"no ragged rows at {RAGGED}")
+    out = convert(RAGGED, tmp_path / "out", bad_rows=BadRows.fix)
+    assert read_index(out).bad_rows == {"columns: fixed": 498}
+    whole = b"".join(row + b"\t" * (39 - row.count(b"\t")) + b"\n" for row in RAGGED.read_bytes().splitlines())
+    rows = plain_rows(whole)
+    got = table(out, "test")
+    ids = [list(row) for row in zip(*(got[c].to_pylist() for c in criteo.SPARSE), strict=True)]
+    assert ids == [plain_ids(row, TABLE_ROWS) for row in rows[900:]]
+    assert got["dense"].to_pylist() == [pytest.approx(row, abs=1e-6) for row in plain_dense(rows, rows[:800])[900:]]
+
+
+def test_bad_lines_count_once_each_up_to_the_limit(tmp_path: Path) -> None:
+    bad = [line("2", I1="x", C1="?"), line(I1="x"), b"short"]
+    source = folder(tmp_path / "in", train=text(*bad, *lines(5)), test=text(line("3"), line()))
+    out = convert(source, tmp_path / "out", bad_rows=BadRows.skip, max_bad_rows=4)
+    assert read_index(out).bad_rows == {"columns: skipped": 1, "label: skipped": 2, "number: skipped": 1}
+    with pytest.raises(DataError, match=r"more bad rows than data.max_bad_rows=3 .*test\.tsv, line 1: label='3'"):
+        convert(source, tmp_path / "other", bad_rows=BadRows.skip, max_bad_rows=3)
