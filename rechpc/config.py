@@ -216,6 +216,7 @@ class DataConfig:
     source: str | None = option(None, "raw files, read by rechpc.prepare")
     path: str | None = option(None, "prepared data set, written by rechpc.prepare and read by the ranks")
     seed: int = option(0, "seed of the synthetic log and of the shuffle at conversion", low=0)
+    verify_checksums: bool = option(True, "read all of a prepared data set once before step 1, each rank its share")
     block_rows: int = option(8192, "rows that are stored, shuffled and read together", low=1)
     dense: list[str] = option([], "names of the dense features")
     sparse: list[SparseFeature] = option([], "the sparse features")

@@ -8,7 +8,7 @@ import pyarrow as pa
 
 from rechpc.config import DataConfig, DataKind, SparseFeature
 from rechpc.dataset import DataFile, Index, Split, write_index
-from rechpc.rank.blocks import Block
+from rechpc.rank.blocks import Block, one_each
 
 
 def numbered(rows_N: np.ndarray) -> Block:
@@ -17,7 +17,7 @@ def numbered(rows_N: np.ndarray) -> Block:
     return Block(
         labels_N=(rows_N % 2).astype(np.int8),
         dense_NF=np.stack([rows_N, -rows_N], axis=1).astype(np.float32),
-        bags={"one": (np.ones(len(rows_N), np.int32), rows_N), "many": (lengths_N, np.repeat(rows_N, lengths_N))},
+        bags={"one": (one_each(len(rows_N)), rows_N), "many": (lengths_N, np.repeat(rows_N, lengths_N))},
     )
 
 

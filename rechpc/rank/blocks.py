@@ -44,6 +44,11 @@ class Source(Protocol):
         ...
 
 
+def one_each(rows: int) -> np.ndarray:
+    """Lengths of bags of one id each, without memory of their own, by which `Block.take` knows them."""
+    return np.broadcast_to(np.int32(1), rows)
+
+
 def concatenate(blocks: Sequence[Block]) -> Block:
     """The rows of all blocks in turn."""
     if len(blocks) == 1:
@@ -102,10 +107,12 @@ def check(block: Block, sparse: Sequence[SparseFeature], dense: Sequence[str], w
 
 
 def _take_bags(lengths_N: np.ndarray, values: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    if lengths_N.strides == (0,):
+        return one_each(len(rows)), values[rows]
     taken = lengths_N[rows]
-    if len(values) == len(lengths_N) and (lengths_N == 1).all():
-        return taken, values[rows]
-    starts = np.cumsum(lengths_N) - lengths_N
+    ends = np.cumsum(taken)
+    starts = (np.cumsum(lengths_N) - lengths_N)[rows]
     # Position of each taken id: the start of its bag, plus its place in the bag.
-    place = np.arange(taken.sum()) - np.repeat(np.cumsum(taken) - taken, taken)
-    return taken, values[np.repeat(starts[rows], taken) + place]
+    position = np.repeat(starts - (ends - taken), taken)
+    position += np.arange(len(position))
+    return taken, values[position]

@@ -10,7 +10,7 @@ import itertools
 import numpy as np
 
 from rechpc.config import DataConfig, SparseFeature
-from rechpc.rank.blocks import Block
+from rechpc.rank.blocks import Block, one_each
 
 # Independent streams of random numbers below data.seed.
 _SPLITS = {"train": 0, "val": 1, "test": 2, "calibration": 3}
@@ -90,7 +90,7 @@ def _features(
     bags = {}
     for feature in config.sparse:
         if feature.ids_per_sample == 1:
-            lengths_N = np.ones(rows, dtype=np.int32)
+            lengths_N = one_each(rows)
         else:  # a bag: some are empty, some are long
             lengths_N = rng.poisson(feature.ids_per_sample, rows).astype(np.int32)
         popularity = _power_law(rng, feature, config.synthetic.id_skew, int(lengths_N.sum()))

@@ -1,12 +1,13 @@
 """The index of a prepared data set: read back as written, and checked against files and configuration."""
 
 import dataclasses
+import hashlib
 import json
 
 import pytest
 
 from rechpc.config import DataConfig, DataKind, SparseFeature
-from rechpc.dataset import INDEX_NAME, DataFile, Index, Split, check_index, read_index, write_index
+from rechpc.dataset import INDEX_NAME, DataFile, Index, Split, check_index, check_sha256, read_index, write_index
 from rechpc.errors import DataError
 
 CONFIG = DataConfig(
@@ -89,6 +90,27 @@ def test_an_index_that_is_no_json_is_named(tmp_path, index, text):
     (tmp_path / INDEX_NAME).write_bytes(text.encode("latin-1"))
     with pytest.raises(DataError, match=f"{INDEX_NAME}: cannot be read .*; prepare the data set again"):
         read_index(tmp_path)
+
+
+@pytest.mark.parametrize("change", [{"splits": [1]}, {"vocabularies": None}, {"unknown": 1}, {"splits": {"train": {}}}])
+def test_an_index_of_another_shape_is_named(tmp_path, index, change):
+    edit(tmp_path, **change)
+    with pytest.raises(DataError, match=f"{INDEX_NAME}: not an index .*; prepare the data set again"):
+        read_index(tmp_path)
+
+
+def test_a_changed_byte_is_found_by_its_checksum(tmp_path):
+    path = tmp_path / "train-0.arrow"
+    path.write_bytes(b"abc")
+    digest = hashlib.sha256(b"abc").hexdigest()
+    file = DataFile(name=path.name, rows=1, size_bytes=3, sha256=digest)
+    check_sha256(path, file)
+    path.write_bytes(b"abd")
+    with pytest.raises(DataError, match=r"train-0\.arrow: has changed since it was prepared .*; copy or prepare"):
+        check_sha256(path, file)
+    path.unlink()
+    with pytest.raises(DataError, match=r"train-0\.arrow: cannot be read .*; copy or prepare the data set again"):
+        check_sha256(path, file)
 
 
 def test_a_data_set_of_the_same_features_fits(index):
