@@ -1,6 +1,7 @@
 """Prepared data sets for tests, in the format of rechpc.dataset."""
 
 import hashlib
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -8,7 +9,7 @@ import pyarrow as pa
 
 from rechpc.config import DataConfig, DataKind, SparseFeature
 from rechpc.dataset import DataFile, Index, Split, write_index
-from rechpc.rank.blocks import Block, one_each
+from rechpc.rank.blocks import Block, gather, one_each
 
 
 def numbered(rows_N: np.ndarray) -> Block:
@@ -36,6 +37,11 @@ def numbers(block: Block) -> list[int]:
         assert np.array_equal(block.bags[name][0], lengths_N), name
         assert np.array_equal(block.bags[name][1], values), name
     return rows_N.tolist()
+
+
+def take(block: Block, rows: Sequence[int]) -> Block:
+    """These rows, in this order."""
+    return gather([(block, 0, 0), *((block, int(row), int(row) + 1) for row in rows)])
 
 
 def write(path: Path, config: DataConfig, splits: dict[str, list[Block]], *, blocks_per_file: int = 1000) -> Index:

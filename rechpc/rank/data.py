@@ -25,11 +25,12 @@ from torchrec.streamable import Pipelineable
 from rechpc.config import DataConfig, DataKind
 from rechpc.dataset import Index, check_index, check_sha256, read_index
 from rechpc.errors import DataError
-from rechpc.rank.blocks import Block, Source, check, concatenate, one_each, pad
+from rechpc.rank.blocks import Block, Source, check, gather, one_each, pad
 from rechpc.rank.process import Process
 from rechpc.rank.synthetic import Synthetic
 
 _AHEAD = 4  # batches
+_RUN_ROWS = 512
 
 
 @dataclass
@@ -127,7 +128,7 @@ class GlobalBatches:
 
     def nothing(self) -> Batch:
         """A batch of one empty row of weight 0, which leaves every weight as it is."""
-        return self._collate(pad(self._block(0, 0)[0].take(np.arange(0)), 1), 0, 0.0)
+        return self._collate(pad(self._rows(0, 0, 0), 1), 0, 0.0)
 
     def batch(self, step: int) -> Batch:
         """This rank's part of the global batch of a step. Raises DataError for a bad value."""
@@ -143,15 +144,15 @@ class GlobalBatches:
     def _rows(self, epoch: int, first: int, last: int) -> Block:
         """Rows [first, last) of the order of an epoch."""
         blocks, ends = self._epoch_order(epoch)
-        parts = []
+        place = min(int(np.searchsorted(ends, first, side="right")), len(blocks) - 1)
+        parts = [(self._block(epoch, int(blocks[place]))[0], 0, 0)]  # there may be no rows for this rank
         while first < last:
-            place = int(np.searchsorted(ends, first, side="right"))
             begin = int(ends[place - 1]) if place else 0
             stop = min(last, int(ends[place]))
-            block, order = self._block(epoch, int(blocks[place]))
-            parts.append(block.take(order[first - begin : stop - begin]))
-            first = stop
-        return concatenate(parts) if parts else self._block(epoch, int(blocks[0]))[0].take(np.arange(0))
+            block, runs = self._block(epoch, int(blocks[place]))
+            parts += [(block, *part) for part in _part(runs, first - begin, stop - begin)]
+            first, place = stop, place + 1
+        return gather(parts)
 
     def _order_of_blocks(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
         """Blocks in the order of an epoch, and the position in that order at which each one ends."""
@@ -163,12 +164,19 @@ class GlobalBatches:
         return blocks, np.cumsum(np.minimum(block_rows, rows - blocks * block_rows))
 
     def _shuffled_block(self, epoch: int, block: int) -> tuple[Block, np.ndarray]:
-        """A checked block, and the order of its rows in an epoch."""
+        """A checked block, and the runs of rows that make its order in an epoch: first and last row + 1 of each.
+
+        Runs are as good as rows, for the rows of a data set lie in a random order, and an epoch cuts them elsewhere
+        than the one before; and they are copied at the speed of memory.
+        """
         rows = self._source.read(block)
         check(rows, self._config.sparse, self._config.dense, f"data {self._source_name()}, block {block}")
         if self._seed is None:
-            return rows, np.arange(len(rows))
-        return rows, np.random.default_rng([self._seed, epoch, block]).permutation(len(rows))
+            return rows, np.array([[0, len(rows)]])
+        rng = np.random.default_rng([self._seed, epoch, block])
+        cuts = np.arange(rng.integers(1, _RUN_ROWS + 1), len(rows), _RUN_ROWS)
+        runs = np.stack([np.append(0, cuts), np.append(cuts, len(rows))], axis=1)
+        return rows, rng.permutation(runs)
 
     def _source_name(self) -> str:
         return self._config.path or str(self._config.kind)
@@ -189,6 +197,16 @@ class GlobalBatches:
             labels_B=torch.from_numpy(block.labels_N.astype(np.float32)),
             weights_B=torch.from_numpy(weights_B),
         )
+
+
+def _part(runs: np.ndarray, first: int, last: int) -> list[tuple[int, int]]:
+    """The runs that hold rows [first, last) of their order, the outer ones cut to size."""
+    ends = np.cumsum(runs[:, 1] - runs[:, 0])
+    i, j = np.searchsorted(ends, [first, last - 1], side="right")
+    part = runs[i : j + 1].copy()
+    part[0, 0] = runs[i, 1] - (ends[i] - first)
+    part[-1, 1] = runs[j, 1] - (ends[j] - last)
+    return [(int(start), int(stop)) for start, stop in part]
 
 
 class ArrowSplit:

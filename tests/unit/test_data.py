@@ -19,7 +19,7 @@ from rechpc.rank.data import ArrowSplit, Batch, GlobalBatches, open_splits
 from rechpc.rank.synthetic import Synthetic
 from tests import datasets
 from tests.configs import tiny
-from tests.datasets import numbered, numbered_config, numbers
+from tests.datasets import numbered, numbered_config, numbers, take
 
 ROWS = 1009  # 24 global batches of 42, and one row
 GLOBAL_BATCH = 42
@@ -48,7 +48,7 @@ def samples(batch: Batch) -> list[int]:
     """The numbers of the real samples of a rank's batch."""
     bags = {name: (jt.lengths().numpy(), jt.values().numpy()) for name, jt in batch.sparse.to_dict().items()}
     block = Block(batch.labels_B.numpy(), batch.dense_BF.numpy(), bags)
-    return numbers(block.take(np.flatnonzero(batch.weights_B.numpy())))
+    return numbers(take(block, np.flatnonzero(batch.weights_B.numpy())))
 
 
 def joined(lists: Iterable[list[int]]) -> list[int]:
@@ -306,7 +306,7 @@ def test_a_null_is_not_taken_for_a_value(tmp_path, config, column):
 def test_record_batches_of_another_size_are_refused(tmp_path, config):
     blocks = of(config)
     head = blocks["train"][0]
-    blocks["train"][:1] = [head.take(np.arange(100)), head.take(np.arange(100, len(head)))]
+    blocks["train"][:1] = [take(head, range(100)), take(head, range(100, len(head)))]
     with pytest.raises(DataError, match="256"):
         first_batches(prepared(tmp_path, config, blocks))
 
