@@ -77,6 +77,11 @@ class IdMapping(StrEnum):
     as_is = "as_is"
 
 
+class Pooling(StrEnum):
+    sum = "sum"
+    mean = "mean"
+
+
 class DenseTransform(StrEnum):
     """What is done to a dense value (see rechpc.prepare.features)."""
 
@@ -188,6 +193,7 @@ class SparseFeature:
     rows: int = option(MISSING, "rows of its table: ids are 0 to rows - 1", low=1, high=2**31 - 1)
     table: str | None = option(None, "table to share; null: a table of its own, named t_<name>")
     ids_per_sample: float = option(1.0, "mean ids in one sample (pooling factor); 1: no list, exactly one", low=0)
+    pooling: Pooling = option(Pooling.sum, "sum or mean of the embeddings of a sample's ids")
     mapping: IdMapping = option(IdMapping.hash, "how prepare makes ids: hash, vocabulary or as_is")
     min_count: int = option(1, "for vocabulary: rarer values of the train split share one id", low=1)
 

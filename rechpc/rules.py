@@ -229,14 +229,11 @@ def _data_rules(d: DataConfig) -> Iterator[str]:
     for name in sorted({n for n in names if names.count(n) > 1}):
         yield f"data: feature {name!r} appears {names.count(name)} times; every feature needs a name of its own"
     for table in d.tables().values():
+        first = table.features[0]
         for feature in table.features:
-            if feature.rows != table.rows:
-                yield (
-                    f"data.sparse: table {table.name!r} has {table.rows} rows for feature {table.features[0].name!r} "
-                    f"but {feature.rows} for {feature.name!r}; features that share a table need the same rows"
-                )
-            if (feature.mapping, feature.min_count) != (table.features[0].mapping, table.features[0].min_count):
-                yield (
-                    f"data.sparse: {feature.name!r} and {table.features[0].name!r} share table {table.name!r} and need "
-                    "the same mapping and min_count, so that a value has one id"
-                )
+            for key in ("rows", "mapping", "min_count", "pooling"):
+                if (one := getattr(feature, key)) != (other := getattr(first, key)):
+                    yield (
+                        f"data.sparse: {feature.name!r} has {key}={one} and {first.name!r} has {key}={other}; "
+                        f"features that share a table, here {table.name!r}, need the same"
+                    )

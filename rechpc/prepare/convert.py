@@ -7,6 +7,7 @@ are mapped, shuffled and written. The other splits are mapped and written as the
 import contextlib
 import fcntl
 import itertools
+import os
 import shutil
 import sys
 import time
@@ -45,12 +46,12 @@ def prepare(config: DataConfig) -> str:
     with _temporary(target) as temporary:
         try:
             report = _convert(files, config, temporary)
+            temporary.rename(target)
+            fsync_directory(target.parent)
         except (OSError, pa.ArrowException) as error:
             raise DataError(
                 f"{target}: cannot be written ({error}); free some space or set another data.path="
             ) from error
-        temporary.rename(target)
-        fsync_directory(target.parent)
     return f"{report}\ndata set: {target}"
 
 
@@ -67,7 +68,8 @@ def _temporary(target: Path) -> Iterator[Path]:
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
+            os.stat(lock)  # or one that has just ended has removed it
+        except OSError as error:
             raise ConfigError(f"data.path={target}: another prepare is making it; wait, or choose another") from error
         try:
             shutil.rmtree(path, ignore_errors=True)  # of a killed process

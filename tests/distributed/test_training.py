@@ -132,7 +132,12 @@ class PlainDLRM(nn.Module):
         found = {name.removeprefix("model."): torch.from_numpy(w.copy()) for name, w in weights.items()}
         tables = {n.split(".")[3]: w for n, w in found.items() if ".embedding_bags." in n}
         self.tables = nn.ModuleDict(
-            {name: nn.EmbeddingBag.from_pretrained(w, freeze=False, mode="sum") for name, w in tables.items()}
+            {
+                name: nn.EmbeddingBag.from_pretrained(
+                    w, freeze=False, mode=config.data.tables()[name].features[0].pooling
+                )
+                for name, w in tables.items()
+            }
         )
         self.bottom = self._linear(found, "dense_arch.")
         self.top = self._linear(found, "over_arch.")
