@@ -132,7 +132,7 @@ class _Column:
 
     def dense(self) -> "_Column":
         raw = self._text(self.result)
-        if not (raw.dtype.is_numeric() or raw.dtype in (pl.String, pl.Boolean)):
+        if not (raw.dtype.is_numeric() or raw.dtype in (pl.String, pl.Boolean, pl.Null)):
             raise DataError(f"{self._rows.path}: column of {self._name!r} has {raw.dtype}; expected numbers")
         if raw.dtype == pl.Int32:
             return self
@@ -166,6 +166,8 @@ class _Column:
         return self
 
     def _map(self, raw: pl.Series, feature: SparseFeature) -> pl.Series:
+        if raw.dtype.is_float():  # integers with missing values, as Pandas writes them
+            raw = raw.fill_nan(None)
         if feature.mapping is IdMapping.hash:
             key = self._keys(raw, as_number=False).alias(self._name).to_frame()
             # The remainder of a division by 0 is null too.
@@ -186,11 +188,10 @@ class _Column:
             return raw.reinterpret(signed=True)
         if raw.dtype.is_integer() or raw.dtype == pl.Boolean:
             return raw.cast(pl.Int64)
-        if raw.dtype.is_float():  # integers with missing values, as Pandas writes them
-            value = raw.fill_nan(None)
-            key = value.cast(pl.Int64, strict=False)
-            whole = (key.cast(pl.Float64) == value).fill_null(False)
-            self._find(~whole & value.is_not_null(), raw, "number", "a whole number or nothing", fixable=not as_number)
+        if raw.dtype.is_float():
+            key = raw.cast(pl.Int64, strict=False)
+            whole = (key.cast(pl.Float64) == raw).fill_null(False)
+            self._find(~whole & raw.is_not_null(), raw, "number", "a whole number or nothing", fixable=not as_number)
             return pl.select(pl.when(whole).then(key)).to_series()
         if raw.dtype != pl.String:
             raise DataError(f"{self._rows.path}: column of {self._name!r} has {raw.dtype}; expected integers or text")

@@ -159,7 +159,7 @@ class _Bags:
         self._rows = {shape[0] for shape, _ in headers}
 
     def __len__(self) -> int:
-        return self._rows.pop() if len(self._rows) == 1 else -1
+        return min(self._rows) if len(self._rows) == 1 else 0  # uneven arrays fit no labels
 
     def read(self, start: int, stop: int) -> list[np.ndarray]:
         """The next rows of each array."""

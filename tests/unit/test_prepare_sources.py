@@ -200,6 +200,13 @@ def test_an_npy_source_of_uneven_arrays_is_refused(tmp_path: Path) -> None:
     config = DataConfig(kind=DataKind.npy, dense=["I1"], sparse=[SparseFeature(name="C1", rows=9)])
     with pytest.raises(DataError, match=r"test_labels\.npy: .* 20, 19 and 20 rows"):
         convert(config, tmp_path / "in", tmp_path / "out")
+    arrays(tmp_path / "in", "test", 20, multi_hot=True)
+    with zipfile.ZipFile(tmp_path / "in/test_sparse_multi_hot.npz", "a") as archive:
+        content = io.BytesIO()
+        np.save(content, np.zeros((3, 1), np.int32))
+        archive.writestr("26.npy", content.getvalue())
+    with pytest.raises(DataError, match=r"test_labels\.npy: .* 20, 20 and 0 rows"):
+        convert(config, tmp_path / "in", tmp_path / "out")
 
 
 def test_days_with_a_gap_are_refused(tmp_path: Path) -> None:
@@ -279,6 +286,21 @@ def test_negative_and_large_integers_hash_like_all_others(tmp_path: Path) -> Non
 
 def test_whole_floats_are_ids_and_nan_is_a_missing_one(tmp_path: Path) -> None:
     assert single(tmp_path, [1.0, 2.0], [1.0, float("nan"), 9.0], SparseFeature(name="f", rows=8)) == [2, 0, 3]
+
+
+def test_nan_is_a_missing_id_also_where_ids_are_taken_as_they_are(tmp_path: Path) -> None:
+    feature = SparseFeature(name="f", rows=8, mapping=AS_IS)
+    assert single(tmp_path / "good", [1.0], [7.0, 0.0], feature) == [7, 0]
+    for case, value in {"missing": float("nan"), "half": 0.5}.items():
+        with pytest.raises(DataError, match=r"row 2: f=(None|0\.5), expected (an id|a whole number)"):
+            single(tmp_path / case, [1.0], [1.0, value], feature)
+
+
+def test_a_dense_column_may_be_missing_everywhere(tmp_path: Path) -> None:
+    config = schema(DataKind.parquet, dense=["x"], sparse=[SparseFeature(name="f", rows=8)], columns={})
+    columns = {"label": [0, 1], "x": [None, None], "f": [1, 2]}
+    out = convert(config, sources(tmp_path / "in", ".parquet", columns, columns), tmp_path / "out")
+    assert [row["dense"] for row in rows(out)] == [[0.0], [0.0]]
 
 
 def test_dense_values_are_transformed_with_statistics_of_train(tmp_path: Path) -> None:
