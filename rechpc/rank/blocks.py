@@ -32,17 +32,14 @@ class Block:
 
     def values(self, name: str, start: int, stop: int) -> np.ndarray:
         """The ids of a feature in rows [start, stop)."""
-        ends = self._ends[name]
-        if ends is None:
-            return self.bags[name][1][start:stop]
-        return self.bags[name][1][ends[start - 1] if start else 0 : ends[stop - 1] if stop else 0]
+        offsets = self._offsets[name]
+        return self.bags[name][1][offsets[start] : offsets[stop]]
 
     @cached_property
-    def _ends(self) -> dict[str, np.ndarray | None]:
-        """Where the bag of each row ends; None where each row has one id."""
-        return {
-            n: None if lengths_N.strides == (0,) else np.cumsum(lengths_N) for n, (lengths_N, _) in self.bags.items()
-        }
+    def _offsets(self) -> dict[str, np.ndarray]:
+        """Where the bag of each row begins, and the last one ends; not of features with one id in each row."""
+        lists = {name: lengths_N for name, (lengths_N, _) in self.bags.items() if lengths_N.strides != (0,)}
+        return {name: np.concatenate([[0], np.cumsum(lengths_N)]) for name, lengths_N in lists.items()}
 
 
 class Source(Protocol):
@@ -65,10 +62,11 @@ def gather(parts: Sequence[tuple[Block, int, int]]) -> Block:
     """Rows [start, stop) of each block in turn."""
     bags = {}
     for name, (lengths_N, _) in parts[0][0].bags.items():
-        values = np.concatenate([block.values(name, start, stop) for block, start, stop in parts])
         if lengths_N.strides == (0,):
+            values = np.concatenate([block.bags[name][1][start:stop] for block, start, stop in parts])
             bags[name] = one_each(len(values)), values
         else:
+            values = np.concatenate([block.values(name, start, stop) for block, start, stop in parts])
             bags[name] = np.concatenate([block.bags[name][0][start:stop] for block, start, stop in parts]), values
     return Block(
         labels_N=np.concatenate([block.labels_N[start:stop] for block, start, stop in parts]),

@@ -145,7 +145,9 @@ class GlobalBatches:
         """Rows [first, last) of the order of an epoch."""
         blocks, ends = self._epoch_order(epoch)
         place = min(int(np.searchsorted(ends, first, side="right")), len(blocks) - 1)
-        parts = [(self._block(epoch, int(blocks[place]))[0], 0, 0)]  # there may be no rows for this rank
+        if first == last:  # no rows for this rank
+            return gather([(self._block(epoch, int(blocks[place]))[0], 0, 0)])
+        parts: list[tuple[Block, int, int]] = []
         while first < last:
             begin = int(ends[place - 1]) if place else 0
             stop = min(last, int(ends[place]))
@@ -163,20 +165,18 @@ class GlobalBatches:
             blocks = np.random.default_rng([self._seed, epoch]).permutation(num_blocks)
         return blocks, np.cumsum(np.minimum(block_rows, rows - blocks * block_rows))
 
-    def _shuffled_block(self, epoch: int, block: int) -> tuple[Block, np.ndarray]:
-        """A checked block, and the runs of rows that make its order in an epoch: first and last row + 1 of each.
+    def _shuffled_block(self, epoch: int, block: int) -> tuple[Block, list[tuple[int, int]]]:
+        """A checked block, and the runs of rows [start, stop) that make its order in an epoch.
 
-        Runs are as good as rows, for the rows of a data set lie in a random order, and an epoch cuts them elsewhere
-        than the one before; and copying them costs a tenth of reading, where single rows cost a third (bench/data.py).
+        Why runs: docs/decisions/0004.
         """
         rows = self._source.read(block)
         check(rows, self._config.sparse, self._config.dense, f"data {self._source_name()}, block {block}")
         if self._seed is None:
-            return rows, np.array([[0, len(rows)]])
+            return rows, [(0, len(rows))]
         rng = np.random.default_rng([self._seed, epoch, block])
-        cuts = np.arange(rng.integers(1, _RUN_ROWS + 1), len(rows), _RUN_ROWS)
-        runs = np.stack([np.append(0, cuts), np.append(cuts, len(rows))], axis=1)
-        return rows, rng.permutation(runs)
+        cuts = [0, *range(int(rng.integers(1, _RUN_ROWS + 1)), len(rows), _RUN_ROWS), len(rows)]
+        return rows, [(cuts[i], cuts[i + 1]) for i in rng.permutation(len(cuts) - 1)]
 
     def _source_name(self) -> str:
         return self._config.path or str(self._config.kind)
@@ -199,14 +199,15 @@ class GlobalBatches:
         )
 
 
-def _part(runs: np.ndarray, first: int, last: int) -> list[tuple[int, int]]:
+def _part(runs: list[tuple[int, int]], first: int, last: int) -> list[tuple[int, int]]:
     """The runs that hold rows [first, last) of their order, the outer ones cut to size."""
-    ends = np.cumsum(runs[:, 1] - runs[:, 0])
-    i, j = np.searchsorted(ends, [first, last - 1], side="right")
-    part = runs[i : j + 1].copy()
-    part[0, 0] = runs[i, 1] - (ends[i] - first)
-    part[-1, 1] = runs[j, 1] - (ends[j] - last)
-    return [(int(start), int(stop)) for start, stop in part]
+    parts, begin = [], 0
+    for start, stop in runs:
+        end = begin + stop - start
+        if begin < last and first < end:
+            parts.append((start + max(first - begin, 0), stop - max(end - last, 0)))
+        begin = end
+    return parts
 
 
 class ArrowSplit:
