@@ -6,14 +6,14 @@ Arrays carry their shape: N rows of the block, F dense features. Must not know t
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 from rechpc.config import SparseFeature
 from rechpc.errors import DataError
 
-_ONE = np.int32(1).tobytes()  # read-only
+_ONE: Any = np.int32(1).tobytes()  # read-only
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Block:
     @cached_property
     def _offsets(self) -> dict[str, np.ndarray]:
         """Where the bag of each row begins, and the last one ends; not of features with one id in each row."""
-        lists = {name: lengths_N for name, (lengths_N, _) in self.bags.items() if lengths_N.strides != (0,)}
+        lists = {name: lengths_N for name, (lengths_N, _) in self.bags.items() if not _is_one_each(lengths_N)}
         return {name: np.concatenate([[0], np.cumsum(lengths_N)]) for name, lengths_N in lists.items()}
 
 
@@ -58,11 +58,15 @@ def one_each(rows: int) -> np.ndarray:
     return np.ndarray(rows, np.int32, _ONE, strides=(0,))  # np.broadcast_to takes 20 us
 
 
+def _is_one_each(lengths_N: np.ndarray) -> bool:
+    return lengths_N.base is _ONE
+
+
 def gather(parts: Sequence[tuple[Block, int, int]]) -> Block:
     """Rows [start, stop) of each block in turn."""
     bags = {}
     for name, (lengths_N, _) in parts[0][0].bags.items():
-        if lengths_N.strides == (0,):
+        if _is_one_each(lengths_N):
             values = np.concatenate([block.bags[name][1][start:stop] for block, start, stop in parts])
             bags[name] = one_each(len(values)), values
         else:
