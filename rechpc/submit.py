@@ -44,7 +44,9 @@ See how a run stands with python -m rechpc.status RUN_DIR; README.md has a first
 """
 
 # What a resumed run may change: nothing that decides which samples it sees, or what it has learned from them.
-_RESUMABLE = re.compile(r"(job|checkpoint|sharding)\.\w+|trainer\.(max_steps|epochs|log_every|eval_every)")
+_RESUMABLE = re.compile(
+    r"(job|checkpoint|sharding)\.\w+|trainer\.(max_steps|epochs|log_every|eval_every)|data\.verify_checksums"
+)
 
 
 def main(command: CommandConfig, overrides: list[str]) -> int:
@@ -145,11 +147,11 @@ def _check_warm_start(config: RunConfig) -> None:
 def _check_data(config: RunConfig) -> None:
     """Raise ConfigError unless the prepared data set is there and fits; synthetic data was checked by validate."""
     data, batch = config.data, config.trainer.global_batch
-    if data.kind is not DataKind.criteo:
+    if data.kind is DataKind.synthetic:
         return
     if data.path is None:
         raise ConfigError(
-            "data.path=null: data.kind=criteo needs a prepared data set; make one with "
+            f"data.path=null: data.kind={data.kind} needs a prepared data set; make one with "
             "python -m rechpc.prepare data.source=DIR data.path=DATA and set data.path=DATA"
         )
     try:
@@ -208,7 +210,9 @@ def _resumed(run: RunDir, command: CommandConfig, overrides: list[str]) -> RunCo
 
 
 def _why_refused(key: str) -> str:
-    allowed = "job.*, checkpoint.*, sharding.*, trainer.max_steps, .epochs, .log_every and .eval_every"
+    allowed = (
+        "job.*, checkpoint.*, sharding.*, trainer.max_steps, .epochs, .log_every, .eval_every and data.verify_checksums"
+    )
     if re.fullmatch(r"\w+", key) and (compose.CONF_PATH / key).is_dir():
         return f"a resumed run cannot change a whole group; it can change single keys: {allowed}"
     return f"a resumed run keeps it, for it decides what is learned from which samples; it can change {allowed}"

@@ -21,7 +21,7 @@ from rechpc.config import DataKind, RunConfig
 from rechpc.errors import DataError, TrainingError
 from rechpc.rank import process
 from rechpc.rank.blocks import Source
-from rechpc.rank.data import GlobalBatches, open_splits
+from rechpc.rank.data import GlobalBatches, open_checked
 from rechpc.rank.metrics import Scores, gather_predictions, score
 from rechpc.rank.model import Output, build
 from rechpc.rank.optim import Optimizers, fuse_sparse
@@ -75,8 +75,9 @@ class _Loop:
     ) -> None:
         self._config, self._run, self._attempt, self._here, self._report = config, run, attempt, here, report
         process.seed(config.seed, here.env.rank, step=0)
+        report.phase("checking data")
+        splits = open_checked(config.data, here, report.progress)
         report.phase("planning")
-        splits = open_splits(config.data)
         if splits["train"].rows < config.trainer.global_batch:
             raise DataError(
                 f"trainer.global_batch={config.trainer.global_batch}: the train split has only "
@@ -164,6 +165,7 @@ class _Loop:
                 self._save()
                 self._report.phase("training")
             if reason is not None:
+                batches.close()
                 return reason
         return None
 
@@ -187,7 +189,14 @@ class _Loop:
         now_s = time.perf_counter()
         step_s = now_s - self._clock_s if pulse.step >= self._first_timed_step else None
         self._clock_s = now_s
-        self.state.window.add(samples=pulse.samples, loss=pulse.loss, positive_rate=pulse.positive_rate, step_s=step_s)
+        data_wait_s, self._train.waited_s = self._train.waited_s, 0.0
+        self.state.window.add(
+            samples=pulse.samples,
+            loss=pulse.loss,
+            positive_rate=pulse.positive_rate,
+            step_s=step_s,
+            data_wait_s=data_wait_s,
+        )
         if step_s is not None:
             self.state.timed_samples += pulse.samples
             self.state.timed_s += step_s
@@ -196,6 +205,7 @@ class _Loop:
             self.state.window = Window()
             self._report.record(pulse.step, {**values, "learning_rate": pulse.rate, **self._report.memory()})
             self._report.progress(**{k: values[k] for k in ("loss", "ne", "samples_per_s")})
+            self._report.data_wait(values)
         speed = self.state.timed_samples / self.state.timed_s if self.state.timed_s else None
         left = (self.total_steps - pulse.step) * self._config.trainer.global_batch
         self._report.progress(
@@ -252,6 +262,7 @@ class _Loop:
             rank=env.rank,
             world_size=env.world_size,
             seed=self._config.seed if training else None,
+            pin=self._here.device.type == "cuda",
         )
 
     @contextlib.contextmanager

@@ -23,6 +23,7 @@ from rechpc.rundir import AttemptDir, Outcome, RunDir, write_json
 logger = logging.getLogger(__name__)
 
 _HEARTBEAT_S = 0.5
+_SLOW_DATA_SHARE = 0.1
 
 
 class Report:
@@ -70,6 +71,14 @@ class Report:
             if self._events is not None and isinstance(value, int | float):
                 with self._tolerant(self._run.tensorboard_path):
                     self._events.add_scalar(key, value, step)
+
+    def data_wait(self, window: dict[str, float | None]) -> None:
+        """Say, of the values of a window, that training waits for data, where it does."""
+        share = (window["rank0_data_wait_ms"] or 0) / (window["step_time_ms"] or 1)
+        slow = share > _SLOW_DATA_SHARE
+        self.progress(data_wait_share=share if slow else None)
+        if slow and self._active:
+            logger.warning("waits_for_data=%.0f%% of a step; the file system or the CPUs are too slow", 100 * share)
 
     def memory(self) -> dict[str, float]:
         """Peak memory of rank 0 so far, under keys with units."""
@@ -133,9 +142,12 @@ class Window:
     timed_samples: int = 0
     timed_steps: int = 0
     timed_s: float = 0.0
+    data_wait_s: float = 0.0
 
-    def add(self, *, samples: int, loss: float, positive_rate: float, step_s: float | None) -> None:
-        """One step; `step_s` is None where the step is not to be timed."""
+    def add(
+        self, *, samples: int, loss: float, positive_rate: float, step_s: float | None, data_wait_s: float = 0.0
+    ) -> None:
+        """One step; `step_s` is None where the step is not to be timed, `data_wait_s` is rank 0's share of it."""
         self.samples += samples
         self.loss_sum += samples * loss
         self.positives += samples * positive_rate
@@ -143,6 +155,7 @@ class Window:
             self.timed_samples += samples
             self.timed_steps += 1
             self.timed_s += step_s
+            self.data_wait_s += data_wait_s
 
     def values(self) -> dict[str, float | None]:
         """Means over the window, under keys with units."""
@@ -152,6 +165,7 @@ class Window:
             "ne": loss / base if base else None,
             "samples_per_s": self.timed_samples / self.timed_s if self.timed_s else None,
             "step_time_ms": 1000 * self.timed_s / self.timed_steps if self.timed_steps else None,
+            "rank0_data_wait_ms": 1000 * self.data_wait_s / self.timed_steps if self.timed_steps else None,
         }
 
 

@@ -127,9 +127,32 @@ RULES = {
     "a feature twice": (["data.dense=[user]"], "feature 'user' appears 2 times", "a name of its own"),
     "a shared table of two sizes": (
         ["data.sparse=[{name: a, rows: 5, table: t}, {name: b, rows: 6, table: t}]"],
-        "table 't' has 5 rows for feature 'a' but 6 for 'b'",
-        "need the same rows",
+        "'b' has rows=6 and 'a' has rows=5",
+        "share a table, here 't', need the same",
     ),
+    "a shared table of two mappings": (
+        ["data.sparse=[{name: a, rows: 5, table: t}, {name: b, rows: 5, table: t, mapping: as_is}]"],
+        "'b' has mapping=as_is and 'a' has mapping=hash",
+        "share a table, here 't', need the same",
+    ),
+    "a shared table of two poolings": (
+        ["data.sparse=[{name: a, rows: 5, table: t}, {name: b, rows: 5, table: t, pooling: mean}]"],
+        "'b' has pooling=mean and 'a' has pooling=sum",
+        "share a table, here 't', need the same",
+    ),
+    "a column of no feature": (["data.columns.usr=u"], "data.columns.usr", "expected one of label, d0, d1"),
+    "a transform of no feature": (
+        ["data.dense_transforms.user=none"],
+        "data.dense_transforms.user",
+        "expected one of d0, d1, d2, d3",
+    ),
+    "a vocabulary without a row for a value": (
+        ["data.sparse=[{name: a, rows: 2, mapping: vocabulary}]"],
+        "'a' has 2 rows",
+        "mapping=vocabulary needs 3",
+    ),
+    "a long separator": (["data.separator=ab"], "data.separator='ab'", "one character, or tab"),
+    "no separator in lists": (["data.list_separator=''"], "data.list_separator=''", "at least one character"),
     "decay during warm-up": (
         ["optimizer.warmup_steps=10", "optimizer.decay_steps=5", "optimizer.decay_start_step=9"],
         "optimizer.decay_start_step=9",
