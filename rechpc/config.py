@@ -10,6 +10,9 @@ from typing import Any
 
 from omegaconf import MISSING
 
+AUTO = "auto"
+"""A value of `checkpoint.every`."""
+
 
 def option(default: Any, doc: str, *, low: float | None = None, high: float | None = None) -> Any:
     """A documented configuration key; `low` and `high` are inclusive bounds, also for list elements."""
@@ -60,8 +63,50 @@ class ShardingType(StrEnum):
 
 
 class DataKind(StrEnum):
-    synthetic = "synthetic"
-    criteo = "criteo"
+    """What a data set is made from; all but synthetic are converted once, by rechpc.prepare."""
+
+    synthetic = "synthetic"  # made on the fly
+    criteo = "criteo"  # text of 40 columns: label, I1 to I13, C1 to C26
+    csv = "csv"  # text with a header line
+    parquet = "parquet"
+    npy = "npy"  # arrays of the TorchRec and MLPerf scripts, one-hot or multi-hot
+
+
+class IdMapping(StrEnum):
+    """How a value of a sparse feature becomes an id (see rechpc.prepare.features)."""
+
+    hash = "hash"
+    vocabulary = "vocabulary"
+    as_is = "as_is"
+
+
+class Pooling(StrEnum):
+    sum = "sum"
+    mean = "mean"
+
+
+class DenseTransform(StrEnum):
+    """What is done to a dense value (see rechpc.prepare.features)."""
+
+    log1p = "log1p"
+    standard = "standard"
+    none = "none"
+
+
+class BadRows(StrEnum):
+    """What rechpc.prepare does about a row that is not as declared (see docs/data.md)."""
+
+    fail = "fail"
+    skip = "skip"
+    fix = "fix"
+
+
+class KeepBest(StrEnum):
+    """The metric by which the best checkpoint is kept."""
+
+    none = "none"
+    val_ne = "val_ne"
+    val_auc = "val_auc"
 
 
 class SparseOptimizer(StrEnum):
@@ -158,7 +203,14 @@ class SparseFeature:
     name: str = option(MISSING, "column of the data set")
     rows: int = option(MISSING, "rows of its table: ids are 0 to rows - 1", low=1, high=2**31 - 1)
     table: str | None = option(None, "table to share; null: a table of its own, named t_<name>")
-    ids_per_sample: float = option(1.0, "mean ids in one sample (pooling factor), for the planner", low=0)
+    ids_per_sample: float = option(1.0, "mean ids in one sample (pooling factor); 1: no list, exactly one", low=0)
+    pooling: Pooling = option(Pooling.sum, "sum or mean of the embeddings of a sample's ids")
+    mapping: IdMapping = option(IdMapping.hash, "how prepare makes ids: hash, vocabulary or as_is")
+    min_count: int = option(1, "for vocabulary: rarer values of the train split share one id", low=1)
+
+    @property
+    def table_name(self) -> str:
+        return self.table or f"t_{self.name}"
 
 
 @dataclass(kw_only=True, slots=True)
@@ -177,20 +229,34 @@ class SyntheticConfig:
 class DataConfig:
     """The data set: its features and where it is."""
 
-    kind: DataKind = option(MISSING, "synthetic (made on the fly) or criteo (40-column TSV, see rechpc.prepare)")
+    kind: DataKind = option(MISSING, "synthetic (made on the fly), or what rechpc.prepare reads (docs/data.md)")
     source: str | None = option(None, "raw files, read by rechpc.prepare")
     path: str | None = option(None, "prepared data set, written by rechpc.prepare and read by the ranks")
     seed: int = option(0, "seed of the synthetic log and of the shuffle at conversion", low=0)
+    verify_checksums: bool = option(True, "read all of a prepared data set once before step 1, each rank its share")
     block_rows: int = option(8192, "rows that are stored, shuffled and read together", low=1)
     dense: list[str] = option([], "names of the dense features")
     sparse: list[SparseFeature] = option([], "the sparse features")
+    columns: dict[str, str] = option({}, "source column of the label or a feature, where it has another name")
+    dense_transform: DenseTransform = option(DenseTransform.log1p, "log1p, standard or none")
+    dense_transforms: dict[str, DenseTransform] = option({}, "the same for single features that differ")
+    separator: str = option(",", "for kind=csv: what separates columns, or tab")
+    list_separator: str = option("|", "for kind=csv: what separates the ids of a list")
+    bad_rows: BadRows = option(BadRows.fail, "what prepare does about a bad row: fail, skip it or fix it")
+    max_bad_rows: int = option(1000, "bad rows that are skipped or fixed before prepare gives up", low=0)
     synthetic: SyntheticConfig = field(default_factory=SyntheticConfig)
+
+    def mappings(self) -> dict[str, str]:
+        """What is done to the values of each feature, in words that change when the result does."""
+        dense = {name: str(self.dense_transforms.get(name, self.dense_transform)) for name in self.dense}
+        counts = {f.name: f" min_count={f.min_count}" * (f.mapping is IdMapping.vocabulary) for f in self.sparse}
+        return dense | {f.name: f"{f.mapping}{counts[f.name]}" for f in self.sparse}
 
     def tables(self) -> "dict[str, Table]":
         """Tables by name, in the order in which features first name them."""
         tables: dict[str, Table] = {}
         for feature in self.sparse:
-            name = feature.table or f"t_{feature.name}"
+            name = feature.table_name
             table = tables.setdefault(name, Table(name=name, rows=feature.rows, features=[]))
             table.features.append(feature)
         return tables
@@ -237,10 +303,19 @@ class TrainerConfig:
 
 @dataclass(kw_only=True, slots=True)
 class CheckpointConfig:
-    """When the run saves itself."""
+    """When the run saves itself, what it keeps, and what it starts from."""
 
-    every: int = option(100, "steps between two checkpoints; 0: only at the end and when stopped", low=0)
+    every: int | str = option(100, "steps between two checkpoints; 0: only at the end and when stopped; auto", low=0)
+    asynchronous: bool = option(True, "write beside training, from a copy in host memory")
     keep: int = option(3, "newest checkpoints that are kept", low=1)
+    keep_every: int = option(0, "checkpoints of steps that this divides are kept for good; 0: none", low=0)
+    keep_best: KeepBest = option(KeepBest.none, "metric of the val split by which the best is kept too, or none")
+    max_failures: int = option(2, "saves in a row that fail before the run is stopped", low=1)
+    node_mtbf_h: float = option(3600.0, "mean hours between failures of one node, for every=auto", low=0.01)
+    init_from: str | None = option(None, "run or checkpoint directory that a new run takes its weights from")
+    init_include: list[str] = option(["*"], "names of the tensors to take, with * and ?")
+    init_exclude: list[str] = option([], "names of those not to take")
+    init_optimizer: bool = option(False, "take the state of the optimizers too")
 
 
 @dataclass(kw_only=True, slots=True)

@@ -8,6 +8,7 @@ index), and one column a sparse feature, int32 (one id) or list<int32> (a bag of
 `block_rows` rows; only the last one of a split may hold fewer.
 """
 
+import hashlib
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,7 +18,7 @@ from rechpc.errors import DataError
 from rechpc.rundir import write_json
 
 INDEX_NAME = "index.json"
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,9 +50,18 @@ class Index:
     block_rows: int
     dense: list[str]
     sparse_rows: dict[str, int]  # rows of the table that each sparse feature was mapped to
+    mappings: dict[str, str]  # what was done to the values of each feature, as DataConfig.mappings says it
     ids_per_sample: dict[str, float]  # mean pooling factor of each sparse feature, over the train split
+    id_range: dict[str, list[int]]  # smallest and largest id of each sparse feature, over all splits; [] without any
     dense_transform: dict[str, dict[str, float]]  # parameters fitted on the train split, by feature
+    dense_statistics: dict[str, dict[str, float]]  # of the train split, before the transform, by feature
+    vocabularies: dict[str, DataFile]  # by table: key, count and id of the values that have an id of their own
+    bad_rows: dict[str, int]  # rows that were skipped or fixed, by kind
     splits: dict[str, Split]
+
+    def files(self) -> list[DataFile]:
+        """All files of the data set."""
+        return [file for split in self.splits.values() for file in split.files] + list(self.vocabularies.values())
 
 
 def write_index(path: Path, index: Index) -> None:
@@ -69,16 +79,34 @@ def read_index(path: Path) -> Index:
         ) from error
     except (OSError, ValueError) as error:
         raise DataError(f"{path / INDEX_NAME}: cannot be read ({error}); prepare the data set again") from error
-    if raw.pop("format", None) != FORMAT:
+    if not isinstance(raw, dict) or raw.pop("format", None) != FORMAT:
         raise DataError(f"{path / INDEX_NAME}: not of format {FORMAT}; prepare the data set again")
-    splits = {
-        name: Split(files=[DataFile(**f) for f in s["files"]], positives=s["positives"])
-        for name, s in raw.pop("splits").items()
-    }
-    for split in splits.values():
-        for file in split.files:
-            _check_size(path / file.name, file)
-    return Index(splits=splits, **raw)
+    try:
+        splits = {
+            name: Split(files=[DataFile(**f) for f in s["files"]], positives=s["positives"])
+            for name, s in raw.pop("splits").items()
+        }
+        vocabularies = {name: DataFile(**f) for name, f in raw.pop("vocabularies").items()}
+        index = Index(splits=splits, vocabularies=vocabularies, **raw)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise DataError(f"{path / INDEX_NAME}: not an index ({error!r}); prepare the data set again") from error
+    for file in index.files():
+        _check_size(path / file.name, file)
+    return index
+
+
+def check_sha256(path: Path, file: DataFile) -> None:
+    """Read a whole file. Raises DataError when it is not what was written."""
+    try:
+        with path.open("rb") as content:
+            digest = hashlib.file_digest(content, "sha256").hexdigest()
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error}); copy or prepare the data set again") from error
+    if digest != file.sha256:
+        raise DataError(
+            f"{path}: has changed since it was prepared (sha256 {digest[:12]}, the index says {file.sha256[:12]}); "
+            "copy or prepare the data set again"
+        )
 
 
 def check_index(index: Index, config: DataConfig) -> None:
@@ -88,6 +116,12 @@ def check_index(index: Index, config: DataConfig) -> None:
         f"data.sparse: feature {name!r} has {rows} rows, the data set was prepared for {index.sparse_rows[name]}"
         for name, rows in wanted.items()
         if name in index.sparse_rows and index.sparse_rows[name] != rows
+    ]
+    mappings = config.mappings()
+    problems += [
+        f"data: feature {name!r} is to be mapped by {mappings[name]}, the data set was by {found}"
+        for name, found in index.mappings.items()
+        if name in mappings and mappings[name] != found
     ]
     for kind, have, want in (("dense", index.dense, config.dense), ("sparse", [*index.sparse_rows], [*wanted])):
         missing, unknown = set(want) - set(have), set(have) - set(want)

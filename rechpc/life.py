@@ -43,8 +43,10 @@ def life(run: RunDir, metrics: Sequence[dict[str, Any]]) -> list[Span]:
         own = _phases(attempt, number, started_s, resumes.get(number, {}).get("time_s"))
         end = read_json(attempt.outcome_path) or read_json(attempt.heartbeat_path) or {}
         if resumes.get(number + 1, {}).get("step", end.get("step", 0)) < end.get("step", 0):
-            # The next attempt did again what this one had trained since it saved.
-            saved_s = max((s.end_s for s in own if s.phase == "saving"), default=0.0)
+            # The next attempt did again what this one had trained since its last save that was committed.
+            saves = [started_s, *(s.end_s for s in own if s.phase == "saving")]
+            commits = sum("checkpoint_step" in r for r in metrics if r["attempt"] == number)
+            saved_s = saves[min(commits, len(saves) - 1)]
             own = [replace(s, phase="lost") if s.phase == "training" and s.start_s >= saved_s else s for s in own]
         spans += own
     return spans

@@ -28,6 +28,8 @@ _CURVES = {
     "val_auc": "AUC of the val split",
     "samples_per_s": "samples/s",
     "step_time_ms": "step time, ms",
+    "rank0_data_wait_ms": "wait for data in a step, ms",
+    "checkpoint_stall_s": "stall of a save, s",
     "rank0_peak_rss_gib": "peak memory of rank 0, GiB",
     "rank0_peak_hbm_gib": "peak GPU memory of rank 0, GiB",
 }

@@ -16,10 +16,13 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 from yaml import YAMLError
 
 from rechpc.config import (
+    AUTO,
     CommandConfig,
     ContainerRuntime,
     DataConfig,
     DataKind,
+    IdMapping,
+    KeepBest,
     Launcher,
     RunConfig,
     ShardingType,
@@ -156,6 +159,8 @@ def _broken_rules(c: RunConfig) -> Iterator[str]:
     yield from _batch_rules(c)
     yield from _model_rules(c)
     yield from _data_rules(c.data)
+    yield from _checkpoint_rules(c)
+    yield from _source_rules(c.data)
     o = c.optimizer
     if o.decay_steps and o.decay_start_step < o.warmup_steps:
         yield (
@@ -190,6 +195,16 @@ def _batch_rules(c: RunConfig) -> Iterator[str]:
         )
 
 
+def _checkpoint_rules(c: RunConfig) -> Iterator[str]:
+    k = c.checkpoint
+    if isinstance(k.every, str) and k.every != AUTO:
+        yield f"checkpoint.every={k.every}: expected a number of steps, 0, or {AUTO}"
+    if k.keep_best is not KeepBest.none and not c.trainer.eval_every:
+        yield f"checkpoint.keep_best={k.keep_best}: needs evaluations to choose by; set trainer.eval_every"
+    if not k.init_from and (k.init_include != ["*"] or k.init_exclude or k.init_optimizer):
+        yield "checkpoint.init_from=null: the other checkpoint.init_* keys need the run or checkpoint to take from"
+
+
 def _model_rules(c: RunConfig) -> Iterator[str]:
     m = c.model
     if m.embedding_dim % 4:
@@ -203,6 +218,21 @@ def _model_rules(c: RunConfig) -> Iterator[str]:
         yield f"model.over_layers={m.over_layers}: the last width must be 1, the logit"
 
 
+def _source_rules(d: DataConfig) -> Iterator[str]:
+    """What rechpc.prepare needs."""
+    names = [*d.dense, *(f.name for f in d.sparse)]
+    for key, known in (("columns", ["label", *names]), ("dense_transforms", d.dense)):
+        for name in sorted(set(getattr(d, key)) - set(known)):
+            yield f"data.{key}.{name}: no such feature; expected one of {', '.join(known)}"
+    for f in d.sparse:
+        if f.mapping is IdMapping.vocabulary and f.rows < 3:
+            yield f"data.sparse: {f.name!r} has {f.rows} rows; mapping=vocabulary needs 3: missing, rare and one value"
+    if d.separator != "tab" and len(d.separator.encode()) != 1:
+        yield f"data.separator={d.separator!r}: expected one character, or tab"
+    if not d.list_separator:
+        yield "data.list_separator='': expected at least one character, which separates the ids of a list"
+
+
 def _data_rules(d: DataConfig) -> Iterator[str]:
     if not d.dense:
         yield "data.dense=[]: expected at least one dense feature"
@@ -212,9 +242,11 @@ def _data_rules(d: DataConfig) -> Iterator[str]:
     for name in sorted({n for n in names if names.count(n) > 1}):
         yield f"data: feature {name!r} appears {names.count(name)} times; every feature needs a name of its own"
     for table in d.tables().values():
+        first = table.features[0]
         for feature in table.features:
-            if feature.rows != table.rows:
-                yield (
-                    f"data.sparse: table {table.name!r} has {table.rows} rows for feature {table.features[0].name!r} "
-                    f"but {feature.rows} for {feature.name!r}; features that share a table need the same rows"
-                )
+            for key in ("rows", "mapping", "min_count", "pooling"):
+                if (one := getattr(feature, key)) != (other := getattr(first, key)):
+                    yield (
+                        f"data.sparse: {feature.name!r} has {key}={one} and {first.name!r} has {key}={other}; "
+                        f"features that share a table, here {table.name!r}, need the same"
+                    )

@@ -53,6 +53,7 @@ class RunStatus:
     loss: float | None
     ne: float | None
     seconds_left: float | None
+    data_wait_share: float | None
     checkpoint_step: int | None
     checkpoint_age_s: float | None
     error: str | None
@@ -100,6 +101,7 @@ def read_status(run: RunDir, known: slurm.Known | None = None) -> RunStatus:
         loss=heartbeat.get("loss"),
         ne=heartbeat.get("ne"),
         seconds_left=heartbeat.get("seconds_left"),
+        data_wait_share=heartbeat.get("data_wait_share"),
         checkpoint_step=checkpoint_step,
         checkpoint_age_s=_age_s(run.checkpoint_path(checkpoint_step)) if checkpoint_step is not None else None,
         error=error,
@@ -137,6 +139,8 @@ def progress(status: RunStatus) -> str:
         parts.append(f"step {status.step:,}" + (f"/{status.total_steps:,}" if status.total_steps else ""))
     if status.samples_per_s is not None:
         parts.append(f"{status.samples_per_s:,.0f} samples/s")
+    if status.data_wait_share is not None:
+        parts.append(f"{status.data_wait_share:.0%} of the time waiting for data")
     if status.loss is not None:
         parts.append(f"loss {status.loss:.4f}")
     if status.ne is not None:

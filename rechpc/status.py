@@ -59,13 +59,10 @@ def main() -> int:
 
 
 def _show(path: Path, *, as_json: bool, watch: bool) -> int:
+    is_run = (path / "config.yaml").exists()
     while True:
-        if (path / "config.yaml").exists():
-            found = table.Table(path=path, objective="test_auc", is_sweep=False, entries=[_one(RunDir.open(path))])
-            text = render(found.entries[0].status)
-        else:
-            found = table.read(path)
-            text = table.render(found)
+        found = table.read(path)
+        text = render(found.entries[0].status) if is_run else table.render(found)
         text = table.as_json(found.entries) if as_json else text
         if watch and sys.stdout.isatty():
             print("\x1b[H\x1b[2J", end="")
@@ -73,11 +70,6 @@ def _show(path: Path, *, as_json: bool, watch: bool) -> int:
         if not watch or all(e.status.state in table.ENDED for e in found.entries):
             return _EXIT.get(found.entries[0].status.state if len(found.entries) == 1 else found.state_of_all(), 3)
         time.sleep(_WATCH_S)
-
-
-def _one(run: RunDir) -> table.Entry:
-    status = read_status(run)
-    return table.Entry(status=status, swept={}, objective=status.result.get("test_auc"))
 
 
 def _tell(runs: list[RunDir], verb: str) -> int:

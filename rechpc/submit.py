@@ -10,10 +10,10 @@ import shutil
 import sys
 from pathlib import Path
 
-from rechpc import compose, memory
+from rechpc import compose, manifest, memory
 from rechpc.config import CommandConfig, DataKind, Launcher, RunConfig
 from rechpc.dataset import check_index, read_index
-from rechpc.errors import ConfigError, DataError
+from rechpc.errors import CheckpointError, ConfigError, DataError
 from rechpc.follow import Interrupts, follow
 from rechpc.host import container, provenance, slurm, task
 from rechpc.rules import dump, load, validate
@@ -46,13 +46,16 @@ See how a run stands with python -m rechpc.status RUN_DIR; README.md has a first
 """
 
 # What a resumed run may change: nothing that decides which samples it sees, or what it has learned from them.
-_RESUMABLE = re.compile(r"(job|checkpoint|sharding)\.\w+|trainer\.(max_steps|epochs|log_every|eval_every)")
+_RESUMABLE = re.compile(
+    r"(job|checkpoint|sharding)\.\w+|trainer\.(max_steps|epochs|log_every|eval_every)|data\.verify_checksums"
+)
 
 
 def main(command: CommandConfig, overrides: list[str]) -> int:
     """Submit, resume or dry-run what the command line says; returns the exit status."""
     if command.resume is None:
         run, config = None, _with_absolute_paths(command)
+        _check_warm_start(config)
     else:
         run = RunDir.open(command.resume)
         config = _resumed(run, command, overrides)
@@ -88,6 +91,7 @@ def _checked(command: CommandConfig) -> RunConfig:
     """The run of one combination of a sweep; raises ConfigError for what cannot work, but for what the site refuses."""
     config = _with_absolute_paths(command)
     _check_data(config)
+    _check_warm_start(config)
     slurm.check(RunDir(Path(config.runs_root).absolute()), config)
     if not command.dry_run:
         _check_here(config, command)
@@ -146,6 +150,7 @@ def _with_absolute_paths(config: RunConfig) -> RunConfig:
         config,
         data=dataclasses.replace(data, path=_absolute(data.path), source=_absolute(data.source)),
         container=dataclasses.replace(config.container, image=_absolute(image)),
+        checkpoint=dataclasses.replace(config.checkpoint, init_from=_absolute(config.checkpoint.init_from)),
     )
 
 
@@ -153,14 +158,23 @@ def _absolute(path: str | None) -> str | None:
     return path and str(Path(path).expanduser().absolute())
 
 
+def _check_warm_start(config: RunConfig) -> None:
+    source = config.checkpoint.init_from
+    try:
+        if source:
+            manifest.locate(Path(source))
+    except CheckpointError as error:
+        raise ConfigError(f"checkpoint.init_from={error}") from error
+
+
 def _check_data(config: RunConfig) -> None:
     """Raise ConfigError unless the prepared data set is there and fits; synthetic data was checked by validate."""
     data, batch = config.data, config.trainer.global_batch
-    if data.kind is not DataKind.criteo:
+    if data.kind is DataKind.synthetic:
         return
     if data.path is None:
         raise ConfigError(
-            "data.path=null: data.kind=criteo needs a prepared data set; make one with "
+            f"data.path=null: data.kind={data.kind} needs a prepared data set; make one with "
             "python -m rechpc.prepare data.source=DIR data.path=DATA and set data.path=DATA"
         )
     try:
@@ -219,7 +233,9 @@ def _resumed(run: RunDir, command: CommandConfig, overrides: list[str]) -> RunCo
 
 
 def _why_refused(key: str) -> str:
-    allowed = "job.*, checkpoint.*, sharding.*, trainer.max_steps, .epochs, .log_every and .eval_every"
+    allowed = (
+        "job.*, checkpoint.*, sharding.*, trainer.max_steps, .epochs, .log_every, .eval_every and data.verify_checksums"
+    )
     if re.fullmatch(r"\w+", key) and (compose.CONF_PATH / key).is_dir():
         return f"a resumed run cannot change a whole group; it can change single keys: {allowed}"
     return f"a resumed run keeps it, for it decides what is learned from which samples; it can change {allowed}"

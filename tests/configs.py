@@ -10,15 +10,16 @@ from rechpc import compose as product
 from rechpc.config import CommandConfig
 
 # A DLRM that trains in milliseconds and has what goes wrong elsewhere: a table with fewer rows than ranks, one with
-# more rows than share a random stream, a shared table, bags that may be empty, rows and columns that nothing divides,
-# and a last batch that is not full (1,000 = 10 x 96 + 40).
+# more rows than share a random stream, a shared table, bags that may be empty, sums and means of them, rows and
+# columns that nothing divides, and a last batch that is not full (1,000 = 10 x 96 + 40).
 TINY = (
     "model.embedding_dim=12",
     "model.dense_layers=[16,12]",
     "model.over_layers=[16,1]",
     "data.dense=[d0,d1,d2]",
     "data.sparse=[{name: user, rows: 5003}, {name: item, rows: 97}, {name: device, rows: 2},"
-    "{name: history, rows: 97, table: t_item, ids_per_sample: 3}, {name: tags, rows: 31, ids_per_sample: 1.5}]",
+    "{name: history, rows: 97, table: t_item, ids_per_sample: 3},"
+    "{name: tags, rows: 31, ids_per_sample: 1.5, pooling: mean}]",
     "data.block_rows=256",
     "data.synthetic.train_rows=1000",
     "data.synthetic.val_rows=0",

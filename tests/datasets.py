@@ -1,6 +1,7 @@
 """Prepared data sets for tests, in the format of rechpc.dataset."""
 
 import hashlib
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -8,7 +9,7 @@ import pyarrow as pa
 
 from rechpc.config import DataConfig, DataKind, SparseFeature
 from rechpc.dataset import DataFile, Index, Split, write_index
-from rechpc.rank.blocks import Block
+from rechpc.rank.blocks import Block, gather, one_each
 
 
 def numbered(rows_N: np.ndarray) -> Block:
@@ -17,7 +18,7 @@ def numbered(rows_N: np.ndarray) -> Block:
     return Block(
         labels_N=(rows_N % 2).astype(np.int8),
         dense_NF=np.stack([rows_N, -rows_N], axis=1).astype(np.float32),
-        bags={"one": (np.ones(len(rows_N), np.int32), rows_N), "many": (lengths_N, np.repeat(rows_N, lengths_N))},
+        bags={"one": (one_each(len(rows_N)), rows_N), "many": (lengths_N, np.repeat(rows_N, lengths_N))},
     )
 
 
@@ -38,6 +39,11 @@ def numbers(block: Block) -> list[int]:
     return rows_N.tolist()
 
 
+def take(block: Block, rows: Sequence[int]) -> Block:
+    """These rows, in this order."""
+    return gather([(block, 0, 0), *((block, int(row), int(row) + 1) for row in rows)])
+
+
 def write(path: Path, config: DataConfig, splits: dict[str, list[Block]], *, blocks_per_file: int = 1000) -> Index:
     """Write the blocks of each split as they are, good or bad, and an index for them."""
     path.mkdir(parents=True, exist_ok=True)
@@ -50,8 +56,13 @@ def write(path: Path, config: DataConfig, splits: dict[str, list[Block]], *, blo
         block_rows=config.block_rows,
         dense=config.dense,
         sparse_rows={feature.name: feature.rows for feature in config.sparse},
+        mappings=config.mappings(),
         ids_per_sample={feature.name: feature.ids_per_sample for feature in config.sparse},
+        id_range={feature.name: [0, feature.rows - 1] for feature in config.sparse},
         dense_transform={},
+        dense_statistics={},
+        vocabularies={},
+        bad_rows={},
         splits=written,
     )
     write_index(path, index)

@@ -1,23 +1,18 @@
-"""Checkpoints: a directory that is complete or not there, and that any world size and plan can read.
+"""What a checkpoint holds: every tensor of a run, written by all ranks and read under any plan and world size.
 
 Tensors are stored by name and place in the whole, so a table's shards of one plan can be read as the shards of
-another. `docs/decisions/0001-checkpoint-format.md` says why this is not torch.distributed.checkpoint.
-
-    step-000000500/
-      manifest.json        tensors (dtype, shape, and for each part its file, byte offset and place), files with
-                           size and sha256, and the state of the run as JSON
-      rank-00000.bin       the parts that rank 0 wrote, raw little-endian bytes one after the other
-
-Nothing is pickled. All tensors of a step are read and written by every rank together.
+another. Nothing is pickled. `docs/checkpoints.md` describes the format, `docs/decisions/0001-checkpoint-format.md`
+says why this is not torch.distributed.checkpoint; `rechpc.manifest` knows the files, `rechpc.rank.saver` when.
 """
 
+import concurrent.futures
+import fnmatch
 import hashlib
 import json
 import logging
 import math
 import os
-import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -27,19 +22,18 @@ import torch
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import ShardedTensor
 
-from rechpc.config import RunConfig
-from rechpc.errors import CheckpointError
+from rechpc import dataset, manifest
+from rechpc.config import CheckpointConfig, DataKind, RunConfig
+from rechpc.errors import CheckpointError, RechpcError, TrainingError
+from rechpc.manifest import RNG, Block, File, Manifest, Tensor
 from rechpc.rank.optim import Optimizers
 from rechpc.rank.process import Process, seed
 from rechpc.rank.sharding import local_shards
-from rechpc.rundir import RunDir, fsync_directory, read_json, write_json
+from rechpc.rundir import RunDir
 
 logger = logging.getLogger(__name__)
 
-_FORMAT = 1
-_MANIFEST = "manifest.json"
-_CHUNK_BYTES = 16 << 20
-_RNG = "rng/"
+_PIECE_BYTES = 32 << 20
 # The second moment has one name in every plan: FBGEMM calls it momentum1, torch.optim sum.
 _STATE_NAMES = {"momentum1": "sum"}
 
@@ -56,95 +50,9 @@ class Part:
     tensor: torch.Tensor
     owned: bool  # this rank writes it; the others hold a replica
 
-
-def save(
-    run: RunDir, step: int, state: State, model: DistributedModelParallel, optimizers: Optimizers,
-    config: RunConfig, process: Process,
-) -> None:  # fmt: skip
-    """Write and commit the checkpoint of a step, then drop the oldest ones over `checkpoint.keep`.
-
-    Collective: every rank. Raises CheckpointError on every rank when any of them cannot write; then nothing is
-    committed and the earlier checkpoints are as they were.
-    """
-    final = run.checkpoint_path(step)
-    temporary = final.with_name(final.name + ".tmp")
-    _agree_on_failure(process, _empty_directory(temporary) if process.is_main else None, step)
-    try:
-        written: dict[str, Any] = _write_parts(
-            temporary / f"rank-{process.env.rank:05d}.bin", model, optimizers, process
-        )
-    except OSError as error:
-        written = {"error": f"{temporary}/rank-{process.env.rank:05d}.bin: {error.strerror}"}
-    everything = process.gather(written)
-    failure = None
-    if everything is not None:
-        errors = [w["error"] for w in everything if "error" in w]
-        try:
-            if errors:
-                raise OSError(errors[0])
-            _commit(temporary, final, _manifest(everything, step, state, config))
-        except OSError as error:
-            shutil.rmtree(temporary, ignore_errors=True)
-            failure = str(error)
-    _agree_on_failure(process, failure, step)
-    if process.is_main:
-        for old in run.committed_steps()[config.checkpoint.keep :]:
-            # What cannot be removed is in nobody's way; the save itself is committed.
-            shutil.rmtree(run.checkpoint_path(old), onerror=_warn_not_removed)
-
-
-def _empty_directory(path: Path) -> str | None:
-    """Make an empty directory; what is in the way, if anything is."""
-    try:
-        shutil.rmtree(path, ignore_errors=True)
-        path.mkdir(mode=0o700)
-    except OSError as error:
-        return f"{path}: {error.strerror}"
-    return None
-
-
-def _agree_on_failure(process: Process, failure: str | None, step: int) -> None:
-    """Raise CheckpointError on every rank when rank 0 passes a failure."""
-    failure = process.agree(failure)
-    if failure:
-        raise CheckpointError(f"step {step}: checkpoint not written: {failure}")
-
-
-def _warn_not_removed(function: object, path: str, info: object) -> None:  # noqa: ARG001
-    logger.warning("path=%s not removed: %s", path, info)
-
-
-def restore(
-    run: RunDir, model: DistributedModelParallel, optimizers: Optimizers, config: RunConfig, process: Process
-) -> State | None:
-    """Load the newest checkpoint that verifies, and return its state; None where the run has none.
-
-    Collective: every rank. Torn ones are removed, damaged ones are named and skipped. Raises CheckpointError on
-    every rank when the run has checkpoints but none that can be read, when the run's configuration is not the one
-    that was saved, or when a tensor would be left unset or ignored.
-    """
-    if process.is_main:
-        for torn in run.checkpoints_path.glob("step-*.tmp"):
-            shutil.rmtree(torn)
-    steps = process.agree(run.committed_steps() if process.is_main else None)
-    for step in steps:
-        path = run.checkpoint_path(step)
-        manifest, problem = process.agree(_read_manifest(path) if process.is_main else None)
-        problem = problem or _first(process, _verify_files(path, manifest, process))
-        if problem:
-            logger.warning("checkpoint=%s skipped: %s", path.name, problem)
-            continue
-        failure = _first(process, _load(path, manifest, model, optimizers, config, process))
-        if failure:
-            raise CheckpointError(f"{path}: {failure}")
-        state = manifest["state"]
-        assert isinstance(state, dict)
-        return state
-    if steps:
-        raise CheckpointError(
-            f"{run.checkpoints_path}: none of {len(steps)} checkpoints can be read; see the log above"
-        )
-    return None
+    @property
+    def dtype(self) -> str:
+        return str(self.tensor.dtype).removeprefix("torch.")
 
 
 def parts(model: DistributedModelParallel, optimizers: Optimizers, rank: int) -> Iterator[Part]:
@@ -173,163 +81,324 @@ def _parts_of(name: str, tensor: torch.Tensor | ShardedTensor, rank: int) -> Ite
 
 def _rng_part(rank: int) -> Part:
     state = torch.get_rng_state()
-    return Part(f"{_RNG}{rank}", tuple(state.shape), (0,), state, owned=True)
+    return Part(f"{RNG}{rank}", tuple(state.shape), (0,), state, owned=True)
 
 
-def _write_parts(
-    path: Path, model: DistributedModelParallel, optimizers: Optimizers, process: Process
-) -> dict[str, Any]:
-    digest, position, entries = hashlib.sha256(), 0, []
-    with open(path, "xb") as file:
-        for part in parts(model, optimizers, process.env.rank):
-            if not part.owned:
-                continue
-            data = part.tensor.cpu().contiguous()
-            if data.is_floating_point() and not torch.isfinite(data).all():
-                return {"error": f"{part.name} holds a value that is not finite; training has diverged"}
-            entries.append(
-                {
-                    "name": part.name,
-                    "dtype": str(data.dtype).removeprefix("torch."),
-                    "shape": part.shape,
-                    "part": {"file": path.name, "byte": position, "offset": part.offset, "shape": tuple(data.shape)},
-                }
-            )
-            view = memoryview(data.flatten().view(torch.uint8).numpy())
-            for begin in range(0, len(view), _CHUNK_BYTES):
-                file.write(view[begin : begin + _CHUNK_BYTES])
-                digest.update(view[begin : begin + _CHUNK_BYTES])
-            position += len(view)
-        file.flush()
-        os.fsync(file.fileno())
-    return {"file": {"name": path.name, "size_bytes": position, "sha256": digest.hexdigest()}, "parts": entries}
+class HostCopy:
+    """Host memory for what this rank writes, taken at the first copy and used again for every other.
+
+    Its size is that of the rank's shards and their optimizer state; pinned where they are on a GPU, so that the copy
+    runs at the speed of the bus.
+    """
+
+    def __init__(self) -> None:
+        self._pieces: list[torch.Tensor] = []
+
+    def of(self, found: list[Part]) -> list[tuple[str, torch.Tensor]]:
+        """Copies of the pieces of all parts, finished when this returns."""
+        pieces = list(_pieces(found))
+        if not self._pieces:
+            self._pieces = [torch.empty(p.shape, dtype=p.dtype, pin_memory=p.is_cuda) for _, p in pieces]
+        for copy, (_, piece) in zip(self._pieces, pieces, strict=True):
+            copy.copy_(piece, non_blocking=True)
+        if any(piece.is_cuda for _, piece in pieces):
+            torch.cuda.current_stream().synchronize()
+        return [(name, copy) for copy, (name, _) in zip(self._pieces, pieces, strict=True)]
 
 
-def _manifest(everything: list[dict[str, Any]], step: int, state: State, config: RunConfig) -> dict[str, Any]:
-    tensors: dict[str, dict[str, Any]] = {}
-    for entry in (e for written in everything for e in written["parts"]):
-        tensor = tensors.setdefault(entry["name"], {"dtype": entry["dtype"], "shape": entry["shape"], "parts": []})
-        tensor["parts"].append(entry["part"])
-    return {
-        "format": _FORMAT,
-        "step": step,
-        "made_for": _made_for(config),
-        "state": state,
-        "files": [written["file"] for written in everything],
-        "tensors": tensors,
-    }
+def _pieces(found: list[Part]) -> Iterator[tuple[str, torch.Tensor]]:
+    for part in found:
+        flat = part.tensor.contiguous().flatten()
+        yield from ((part.name, piece) for piece in flat.split(_PIECE_BYTES // flat.element_size()))
 
 
-def _commit(temporary: Path, final: Path, manifest: dict[str, Any]) -> None:
-    write_json(temporary / _MANIFEST, {**manifest, "sha256": _digest(manifest)})
-    fsync_directory(temporary)
-    if final.exists():  # the same step again, after a restore of an older one
-        shutil.rmtree(final)
-    os.rename(temporary, final)
-    fsync_directory(final.parent)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Share:
+    """What this rank writes of one step; `pieces` are the values of `parts`, flat, in order."""
+
+    step: int
+    optimizer_step: int
+    state: State
+    parts: list[Part]
+    pieces: list[tuple[str, torch.Tensor]]
 
 
-def _read_manifest(path: Path) -> tuple[dict[str, Any] | None, str | None]:
-    """The manifest, or what is wrong with it."""
+def share(
+    step: int, state: State, model: DistributedModelParallel, optimizers: Optimizers, rank: int, host: HostCopy | None
+) -> Share:
+    """This rank's share of a checkpoint, copied to `host`; without one, live memory that must not change meanwhile."""
+    found = [part for part in parts(model, optimizers, rank) if part.owned]
+    counters = [int(states["step"]) for states in _dense_states(optimizers) if "step" in states]
+    return Share(
+        step=step,
+        optimizer_step=max(counters, default=step),
+        state=state,
+        parts=found,
+        pieces=host.of(found) if host else list(_pieces(found)),
+    )
+
+
+def _dense_states(optimizers: Optimizers) -> list[dict[str, Any]]:
+    both = (optimizers.dense, optimizers.replicated)
+    return [states for optimizer in both if optimizer for states in optimizer.state.values()]
+
+
+def write(run: RunDir, mine: Share, facts: dict[str, Any], process: Process) -> Manifest | None:
+    """Write and commit a checkpoint of which every rank has a share; returns the manifest on rank 0.
+
+    Collective: every rank. `facts` are `made_for` and `made_by` of the manifest. Raises on every rank when any of them
+    cannot write (CheckpointError) or has a value that is not finite (TrainingError); then nothing is committed, what
+    was written is removed, and the earlier checkpoints are as they were.
+    """
+    final = run.checkpoint_path(mine.step)
+    temporary = final.with_name(final.name + ".tmp")
     try:
-        manifest = read_json(path / _MANIFEST)
-    except (OSError, json.JSONDecodeError, UnicodeDecodeError) as error:
-        return None, f"{_MANIFEST} cannot be read: {error}"
-    if manifest is None:
-        return None, f"{_MANIFEST} is missing"
-    if manifest.get("format") != _FORMAT:
-        return None, f"{_MANIFEST} has format {manifest.get('format')!r}, expected {_FORMAT}"
-    if manifest.pop("sha256", None) != _digest(manifest):
-        return None, f"{_MANIFEST} does not have its checksum"
-    return manifest, None
+        _together(process, lambda: _make_empty(temporary) if process.is_main else None)
+        written = _together(process, lambda: _write_share(temporary, mine, process.env.rank))
+        whole = _manifest(written, mine, facts) if written is not None else None
+        _together(process, lambda: manifest.commit(temporary, final, whole) if whole else None)
+    except RechpcError:
+        if process.is_main:
+            manifest.remove(temporary)
+        raise
+    return whole
 
 
-def _digest(manifest: dict[str, Any]) -> str:
-    """Checksum of a manifest as JSON with sorted keys."""
-    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+def _together(process: Process, action: Callable[[], Any]) -> list[Any] | None:
+    """Results of an action by rank, on rank 0; the first failure of any rank is raised on all of them."""
+    result, failure = None, None
+    try:
+        result = action()
+    except RechpcError as error:
+        failure = error
+    except OSError as error:
+        failure = CheckpointError(f"{error.filename or 'a file'}: {error.strerror}")
+    everything = process.gather((result, failure))
+    failure = process.agree(next((f for _, f in everything if f), None) if everything is not None else None)
+    if failure:
+        raise failure
+    return [r for r, _ in everything] if everything is not None else None
 
 
-def _verify_files(path: Path, manifest: dict[str, Any], process: Process) -> str | None:
-    """What is wrong with the files that this rank checks, if anything is."""
-    for file in manifest["files"][process.env.rank :: process.env.world_size]:
+def _make_empty(path: Path) -> None:
+    manifest.remove(path)
+    path.mkdir(mode=0o700)
+
+
+def _write_share(directory: Path, mine: Share, rank: int) -> tuple[File, list[tuple[str, str, tuple[int, ...], Block]]]:
+    """Write a rank's file, durably; what it holds."""
+    path, digest, position = directory / f"rank-{rank:05d}.bin", hashlib.sha256(), 0
+    try:
+        # A thread of its own for the checksum: it takes about as long as writing.
+        with open(path, "xb") as file, concurrent.futures.ThreadPoolExecutor(1) as beside:
+            for name, piece in mine.pieces:
+                values = piece.cpu()
+                view = memoryview(values.view(torch.uint8).numpy())
+                hashed = beside.submit(digest.update, view)
+                file.write(view)
+                # Has the disk begin now, beside the checksum, and not at the fsync.
+                os.posix_fadvise(file.fileno(), position, len(view), os.POSIX_FADV_DONTNEED)
+                position += len(view)
+                if values.is_floating_point() and values.numel() and not all(map(math.isfinite, values.aminmax())):
+                    raise TrainingError(f"step {mine.step}: {name} holds a value that is not finite: diverged")
+                hashed.result()
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror}") from error
+    entries, position = [], 0
+    for part in mine.parts:
+        block = Block(path.name, position, part.offset, tuple(part.tensor.shape))
+        entries.append((part.name, part.dtype, part.shape, block))
+        position += part.tensor.numel() * part.tensor.element_size()
+    return File(path.name, position, digest.hexdigest()), entries
+
+
+def _manifest(written: list[Any], mine: Share, facts: dict[str, Any]) -> Manifest:
+    tensors: dict[str, Tensor] = {}
+    for name, dtype, shape, block in (entry for _, entries in written for entry in entries):
+        tensors.setdefault(name, Tensor(dtype, shape, [])).parts.append(block)
+    return Manifest(
+        step=mine.step,
+        optimizer_step=mine.optimizer_step,
+        state=mine.state,
+        files=[file for file, _ in written],
+        tensors=tensors,
+        **facts,
+    )
+
+
+def restore(
+    run: RunDir, model: DistributedModelParallel, optimizers: Optimizers, config: RunConfig, process: Process
+) -> Manifest | None:
+    """Load the newest checkpoint that verifies, and return its manifest; None where the run has none.
+
+    Collective: every rank. Torn ones are removed, damaged ones are named and skipped. Raises CheckpointError on
+    every rank when the run has checkpoints but none that can be read, when the run's configuration is not the one
+    that was saved, or when a tensor would be left unset or ignored.
+    """
+    if process.is_main:
+        for torn in run.checkpoints_path.glob("step-*.tmp"):
+            manifest.remove(torn)
+    steps = process.agree(run.committed_steps() if process.is_main else None)
+    for step in steps:
+        path = run.checkpoint_path(step)
         try:
-            size = (path / file["name"]).stat().st_size
-            if size != file["size_bytes"]:
-                return f"{file['name']} has {size} bytes, expected {file['size_bytes']}"
-            with open(path / file["name"], "rb") as stream:
-                if hashlib.file_digest(stream, "sha256").hexdigest() != file["sha256"]:
-                    return f"{file['name']} does not have its checksum"
-        except OSError as error:
-            return f"{file['name']}: {error.strerror}"
+            found = _verified(path, process)
+        except CheckpointError as error:
+            logger.warning("checkpoint=%s skipped: %s", path.name, error)
+            continue
+        _resume(path, found, model, optimizers, config, process)
+        return found
+    if steps:
+        raise CheckpointError(
+            f"{run.checkpoints_path}: none of {len(steps)} checkpoints can be read; see the log above"
+        )
     return None
 
 
-def _first(process: Process, problem: str | None) -> str | None:
-    """The first problem of any rank, on all of them."""
-    problems = process.gather(problem)
-    return process.agree(next((p for p in problems if p), None) if problems is not None else None)  # type: ignore[no-any-return]
-
-
-def _load(
-    path: Path, manifest: dict[str, Any], model: DistributedModelParallel, optimizers: Optimizers, config: RunConfig,
+def _resume(
+    path: Path, found: Manifest, model: DistributedModelParallel, optimizers: Optimizers, config: RunConfig,
     process: Process,
-) -> str | None:  # fmt: skip
-    """Fill every tensor of this rank; what would be left unset or ignored, if anything would."""
-    changed = _differences(manifest["made_for"], _made_for(config))
+) -> None:  # fmt: skip
+    changed = differences(found.made_for, made_for(config))
     if changed:
-        return f"made for another run: {', '.join(changed)} differ; start a new run"
-    rank, tensors = process.env.rank, manifest["tensors"]
-    wanted = [p for p in parts(model, optimizers, rank) if not p.name.startswith(_RNG)]
-    names = process.gather({p.name for p in wanted})
+        raise CheckpointError(f"{path}: made for another run: {', '.join(changed)} differ; start a new run")
+    wanted = [part for part in parts(model, optimizers, process.env.rank) if not part.name.startswith(RNG)]
+    _load(path, found, wanted, {name for name in found.tensors if not name.startswith(RNG)}, process)
+    _set_optimizer_step(optimizers, found.optimizer_step)
+    _together(process, lambda: _restore_rng(path, found, config, process))
+
+
+def warm_start(
+    config: CheckpointConfig, model: DistributedModelParallel, optimizers: Optimizers, process: Process
+) -> tuple[Path, list[str]]:
+    """Load what `checkpoint.init_*` selects of another run's checkpoint; which one, and the names.
+
+    Collective: every rank. Raises CheckpointError on every rank when what is selected of the program and of the
+    checkpoint is not the same set of tensors.
+    """
+    source = Path(config.init_from or "")
+    located = _together(process, lambda: manifest.locate(source) if process.is_main else None)
+    path = process.agree(located and located[0])
+    try:
+        found = _verified(path, process)
+        wanted = [p for p in parts(model, optimizers, process.env.rank) if _selected(p.name, config)]
+        _load(path, found, wanted, {name for name in found.tensors if _selected(name, config)}, process)
+    except CheckpointError as error:
+        hint = "name what to leave out in checkpoint.init_exclude, or choose with checkpoint.init_include"
+        raise CheckpointError(f"checkpoint.init_from={source}: {error}; {hint}") from error
+    if config.init_optimizer:
+        _set_optimizer_step(optimizers, found.optimizer_step)
+    return path, sorted(name for name in found.tensors if _selected(name, config))
+
+
+def _selected(name: str, config: CheckpointConfig) -> bool:
+    if name.startswith(RNG) or ("/" in name and not config.init_optimizer):
+        return False
+    included, excluded = (
+        any(fnmatch.fnmatchcase(name, p) for p in patterns) for patterns in (config.init_include, config.init_exclude)
+    )
+    return included and not excluded
+
+
+def _verified(path: Path, process: Process) -> Manifest:
+    """The manifest of a checkpoint of which every byte was looked at, by one rank or another.
+
+    Collective: every rank. Raises CheckpointError on every rank with what is wrong.
+    """
+    read = _together(process, lambda: manifest.read(path) if process.is_main else None)
+    found = process.agree(read[0] if read is not None else None)
+    assert isinstance(found, Manifest)
+
+    def check() -> None:
+        for file in found.files[process.env.rank :: process.env.world_size]:
+            problem = manifest.file_damage(path, file)
+            if problem:
+                raise CheckpointError(problem)
+
+    _together(process, check)
+    return found
+
+
+def _load(path: Path, found: Manifest, wanted: list[Part], saved: set[str], process: Process) -> None:
+    """Fill the parts of this rank from the tensors `saved`.
+
+    Collective: every rank. Raises CheckpointError on every rank when a name would be left unset or ignored.
+    """
+    names = _together(process, lambda: {part.name for part in wanted})
     expected = process.agree(set().union(*names) if names is not None else None)
-    saved = {name for name in tensors if not name.startswith(_RNG)}
     if expected != saved:
-        return f"not in the checkpoint: {sorted(expected - saved)}; not in this program: {sorted(saved - expected)}"
-    files = {f["name"]: np.memmap(path / f["name"], dtype=np.uint8, mode="r") for f in manifest["files"]}
-    for part in wanted:
-        problem = _fill(part, tensors[part.name], files)
-        if problem:
-            return problem
-    for optimizer in (optimizers.dense, optimizers.replicated):
-        for states in optimizer.state.values() if optimizer else ():
-            if "step" in states:
-                states["step"].fill_(float(manifest["step"]))
-    rng = _rng_part(rank)
-    if rng.name not in tensors:  # more ranks than were saved
-        seed(config.seed, rank, step=manifest["step"])
-        return None
-    problem = _fill(rng, tensors[rng.name], files)
-    torch.set_rng_state(rng.tensor)
-    return problem
+        raise CheckpointError(
+            f"{path}: not in the checkpoint: {sorted(expected - saved)}; not in this program: "
+            f"{sorted(saved - expected)}"
+        )
+
+    def fill() -> None:
+        files = _map(path, found)
+        for part in wanted:
+            _fill(part, found.tensors[part.name], files, path)
+
+    _together(process, fill)
 
 
-def _fill(part: Part, saved: dict[str, Any], files: dict[str, np.memmap[Any, np.dtype[np.uint8]]]) -> str | None:
-    """Copy what the saved parts hold of this part; what is missing, if anything is."""
-    dtype = str(part.tensor.dtype).removeprefix("torch.")
-    if saved["dtype"] != dtype or tuple(saved["shape"]) != part.shape:
-        return f"{part.name}: saved as {saved['dtype']} {saved['shape']}, expected {dtype} {list(part.shape)}"
+def _map(path: Path, found: Manifest) -> dict[str, Any]:
+    """The files in memory as they are read; copied on write only because torch has no read-only tensors."""
+    return {f.name: np.memmap(path / f.name, dtype=np.uint8, mode="c") for f in found.files if f.size_bytes}
+
+
+def _fill(part: Part, saved: Tensor, files: dict[str, Any], path: Path) -> None:
+    """Copy what the saved blocks hold of this part. Raises CheckpointError when that is not all of it."""
+    if saved.dtype != part.dtype or saved.shape != part.shape:
+        raise CheckpointError(
+            f"{path}: {part.name}: saved as {saved.dtype} {list(saved.shape)}, expected {part.dtype} {list(part.shape)}"
+        )
     filled = 0
     end = [o + n for o, n in zip(part.offset, part.tensor.shape, strict=True)]
-    for source in saved["parts"]:
-        begin = [max(a, b) for a, b in zip(part.offset, source["offset"], strict=True)]
-        stop = [min(a, o + n) for a, o, n in zip(end, source["offset"], source["shape"], strict=True)]
+    for block in saved.parts:
+        begin = [max(a, b) for a, b in zip(part.offset, block.offset, strict=True)]
+        stop = [min(a, o + n) for a, o, n in zip(end, block.offset, block.shape, strict=True)]
         if any(b >= s for b, s in zip(begin, stop, strict=True)):
             continue
-        count = math.prod(source["shape"])
-        raw = files[source["file"]][source["byte"] : source["byte"] + count * part.tensor.element_size()]
-        whole = torch.from_numpy(raw.copy()).view(part.tensor.dtype).reshape(source["shape"])
-        taken = whole[tuple(slice(b - o, s - o) for b, s, o in zip(begin, stop, source["offset"], strict=True))]
+        size_bytes = math.prod(block.shape) * part.tensor.element_size()
+        raw = torch.from_numpy(files[block.file][block.byte : block.byte + size_bytes])
+        whole = raw.view(part.tensor.dtype).reshape(block.shape)
+        taken = whole[tuple(slice(b - o, s - o) for b, s, o in zip(begin, stop, block.offset, strict=True))]
         part.tensor[tuple(slice(b - o, s - o) for b, s, o in zip(begin, stop, part.offset, strict=True))].copy_(taken)
         filled += taken.numel()
     missing = part.tensor.numel() - filled
-    return f"{part.name}: {missing} of {part.tensor.numel()} values are not in the checkpoint" if missing else None
+    if missing:
+        raise CheckpointError(
+            f"{path}: {part.name}: {missing} of {part.tensor.numel()} values are not in the checkpoint"
+        )
 
 
-def _made_for(config: RunConfig) -> dict[str, Any]:
+def _set_optimizer_step(optimizers: Optimizers, step: int) -> None:
+    for states in _dense_states(optimizers):
+        if "step" in states:
+            states["step"].fill_(float(step))
+
+
+def _restore_rng(path: Path, found: Manifest, config: RunConfig, process: Process) -> None:
+    rng = _rng_part(process.env.rank)
+    if rng.name not in found.tensors:  # more ranks than were saved
+        seed(config.seed, process.env.rank, step=found.step)
+        return
+    _fill(rng, found.tensors[rng.name], _map(path, found), path)
+    try:
+        torch.set_rng_state(rng.tensor)
+    except RuntimeError as error:
+        raise CheckpointError(f"{path}: {rng.name}: {error}") from error
+
+
+def made_for(config: RunConfig) -> dict[str, Any]:
     """What must be the same for the state to mean the same: not the world size, the plan or where files are."""
     data = asdict(config.data)
     for place in ("source", "path"):
         data.pop(place)
+    if config.data.kind is not DataKind.synthetic and config.data.path:
+        index = Path(config.data.path) / dataset.INDEX_NAME  # it has the checksums of the files
+        data["index_sha256"] = hashlib.sha256(index.read_bytes()).hexdigest()
     values = {
         "seed": config.seed,
         "model": asdict(config.model),
@@ -337,14 +406,14 @@ def _made_for(config: RunConfig) -> dict[str, Any]:
         "optimizer": asdict(config.optimizer),
         "trainer": {"global_batch": config.trainer.global_batch},
     }
-    made_for = json.loads(json.dumps(values))
-    assert isinstance(made_for, dict)
-    return made_for
+    plain = json.loads(json.dumps(values))  # as it comes back
+    assert isinstance(plain, dict)
+    return plain
 
 
-def _differences(saved: Any, now: Any, key: str = "") -> list[str]:
+def differences(saved: Any, now: Any, key: str = "") -> list[str]:
     """The dotted keys whose values differ."""
     if isinstance(saved, dict) and isinstance(now, dict):
         keys = sorted(saved.keys() | now.keys())
-        return [d for k in keys for d in _differences(saved.get(k), now.get(k), f"{key}.{k}" if key else k)]
+        return [d for k in keys for d in differences(saved.get(k), now.get(k), f"{key}.{k}" if key else k)]
     return [] if saved == now else [key]

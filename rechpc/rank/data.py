@@ -3,12 +3,15 @@
 Global batch k of size G is rows [kG, (k+1)G) of one seeded order of an epoch, rank r of W takes its part, and
 the whole position in the data is one integer, the step. All ranks make the same number of steps, with the same
 number of rows in each: a last partial batch is padded with empty rows of weight 0, so no sample is lost and no
-collective waits for a rank that has no data.
+collective waits for a rank that has no data. A thread reads a few batches ahead.
 
 Shape legend: B rows of a local batch, F dense features.
 """
 
-from collections.abc import Iterator
+import time
+from collections import deque
+from collections.abc import Callable, Generator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -20,10 +23,14 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.streamable import Pipelineable
 
 from rechpc.config import DataConfig, DataKind
-from rechpc.dataset import Index, check_index, read_index
+from rechpc.dataset import Index, check_index, check_sha256, read_index
 from rechpc.errors import DataError
-from rechpc.rank.blocks import Block, Source, check, concatenate, pad
+from rechpc.rank.blocks import Block, Source, check, gather, one_each, pad
+from rechpc.rank.process import Process
 from rechpc.rank.synthetic import Synthetic
+
+_AHEAD = 4  # batches
+_RUN_ROWS = 1024
 
 
 @dataclass
@@ -47,6 +54,15 @@ class Batch(Pipelineable):
             weights_B=self.weights_B.to(device, non_blocking=non_blocking),
         )
 
+    def pin_memory(self) -> "Batch":
+        """The same batch in memory that a GPU copies from while it computes."""
+        return Batch(
+            dense_BF=self.dense_BF.pin_memory(),
+            sparse=self.sparse.pin_memory(),
+            labels_B=self.labels_B.pin_memory(),
+            weights_B=self.weights_B.pin_memory(),
+        )
+
     def record_stream(self, stream: torch.Stream) -> None:
         """Keep the memory until `stream` is done with it (the pipeline calls this)."""
         for part in (self.dense_BF, self.sparse, self.labels_B, self.weights_B):
@@ -57,15 +73,25 @@ class GlobalBatches:
     """The sequence of global batches of one split, as one rank sees it."""
 
     def __init__(
-        self, source: Source, config: DataConfig, *, global_batch: int, rank: int, world_size: int, seed: int | None
+        self,
+        source: Source,
+        config: DataConfig,
+        *,
+        global_batch: int,
+        rank: int,
+        world_size: int,
+        seed: int | None,
+        pin: bool = False,
     ) -> None:
-        """`seed` None keeps the order of the split, as evaluation wants it."""
+        """`seed` None keeps the order of the split, as evaluation wants it; `pin` is for batches that go to a GPU."""
         self._source = source
         self._config = config
         self._global_batch = global_batch
         self._rank = rank
         self._world_size = world_size
         self._seed = seed
+        self._pin = pin
+        self.waited_s = 0.0  # in `batches`, for a batch that was not ready yet
         self._block = lru_cache(maxsize=2)(self._shuffled_block)
         self._epoch_order = lru_cache(maxsize=1)(self._order_of_blocks)
 
@@ -78,13 +104,31 @@ class GlobalBatches:
         start = step % self.steps_per_epoch * self._global_batch
         return min(self._global_batch, self._source.rows - start)
 
-    def batches(self, start: int, stop: int) -> Iterator[Batch]:
-        """This rank's part of the global batches of steps [start, stop)."""
-        return (self.batch(step) for step in range(start, stop))
+    def batches(self, start: int, stop: int) -> Generator[Batch, None, None]:
+        """This rank's part of the global batches of steps [start, stop), read ahead; ends its thread when closed.
+
+        Raises DataError for a bad value, when the step comes that needs it.
+        """
+        pool = ThreadPoolExecutor(1, thread_name_prefix="read-ahead")
+        try:
+            pending = deque(pool.submit(self._ready, step) for step in range(start, min(start + _AHEAD, stop)))
+            for step in range(start + _AHEAD, stop + _AHEAD):
+                asked_s = time.perf_counter()
+                batch = pending.popleft().result()
+                self.waited_s += time.perf_counter() - asked_s
+                if step < stop:
+                    pending.append(pool.submit(self._ready, step))
+                yield batch
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    def _ready(self, step: int) -> Batch:
+        batch = self.batch(step)
+        return batch.pin_memory() if self._pin else batch
 
     def nothing(self) -> Batch:
         """A batch of one empty row of weight 0, which leaves every weight as it is."""
-        return self._collate(pad(self._block(0, 0)[0].take(np.arange(0)), 1), 0, 0.0)
+        return self._collate(pad(self._rows(0, 0, 0), 1), 0, 0.0)
 
     def batch(self, step: int) -> Batch:
         """This rank's part of the global batch of a step. Raises DataError for a bad value."""
@@ -100,15 +144,17 @@ class GlobalBatches:
     def _rows(self, epoch: int, first: int, last: int) -> Block:
         """Rows [first, last) of the order of an epoch."""
         blocks, ends = self._epoch_order(epoch)
-        parts = []
+        place = min(int(np.searchsorted(ends, first, side="right")), len(blocks) - 1)
+        if first == last:  # no rows for this rank
+            return gather([(self._block(epoch, int(blocks[place]))[0], 0, 0)])
+        parts: list[tuple[Block, int, int]] = []
         while first < last:
-            place = int(np.searchsorted(ends, first, side="right"))
             begin = int(ends[place - 1]) if place else 0
             stop = min(last, int(ends[place]))
-            block, order = self._block(epoch, int(blocks[place]))
-            parts.append(block.take(order[first - begin : stop - begin]))
-            first = stop
-        return concatenate(parts) if parts else self._block(epoch, int(blocks[0]))[0].take(np.arange(0))
+            block, runs = self._block(epoch, int(blocks[place]))
+            parts += [(block, *part) for part in _part(runs, first - begin, stop - begin)]
+            first, place = stop, place + 1
+        return gather(parts)
 
     def _order_of_blocks(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
         """Blocks in the order of an epoch, and the position in that order at which each one ends."""
@@ -119,33 +165,49 @@ class GlobalBatches:
             blocks = np.random.default_rng([self._seed, epoch]).permutation(num_blocks)
         return blocks, np.cumsum(np.minimum(block_rows, rows - blocks * block_rows))
 
-    def _shuffled_block(self, epoch: int, block: int) -> tuple[Block, np.ndarray]:
-        """A checked block, and the order of its rows in an epoch."""
+    def _shuffled_block(self, epoch: int, block: int) -> tuple[Block, list[tuple[int, int]]]:
+        """A checked block, and the runs of rows [start, stop) that make its order in an epoch.
+
+        Why runs: docs/decisions/0004.
+        """
         rows = self._source.read(block)
         check(rows, self._config.sparse, self._config.dense, f"data {self._source_name()}, block {block}")
         if self._seed is None:
-            return rows, np.arange(len(rows))
-        return rows, np.random.default_rng([self._seed, epoch, block]).permutation(len(rows))
+            return rows, [(0, len(rows))]
+        rng = np.random.default_rng([self._seed, epoch, block])
+        cuts = [0, *range(int(rng.integers(1, _RUN_ROWS + 1)), len(rows), _RUN_ROWS), len(rows)]
+        return rows, [(cuts[i], cuts[i + 1]) for i in rng.permutation(len(cuts) - 1)]
 
     def _source_name(self) -> str:
         return self._config.path or str(self._config.kind)
 
     def _collate(self, block: Block, num_real: int, weight: float) -> Batch:
         names = [feature.name for feature in self._config.sparse]
-        lengths = np.concatenate([block.bags[name][0] for name in names])
-        values = np.concatenate([block.bags[name][1] for name in names])
+        lengths = np.concatenate([block.bags[name][0] for name in names], dtype=np.int32, casting="same_kind")
+        values = np.concatenate([block.bags[name][1] for name in names], dtype=np.int64)
         weights_B = np.zeros(len(block), dtype=np.float32)
         weights_B[:num_real] = weight
         return Batch(
             dense_BF=torch.from_numpy(np.ascontiguousarray(block.dense_NF, dtype=np.float32)),
             sparse=KeyedJaggedTensor(
                 keys=names,
-                values=torch.from_numpy(values.astype(np.int64)),
-                lengths=torch.from_numpy(lengths.astype(np.int32)),
+                values=torch.from_numpy(values),
+                lengths=torch.from_numpy(lengths),
             ),
             labels_B=torch.from_numpy(block.labels_N.astype(np.float32)),
             weights_B=torch.from_numpy(weights_B),
         )
+
+
+def _part(runs: list[tuple[int, int]], first: int, last: int) -> list[tuple[int, int]]:
+    """The runs that hold rows [first, last) of their order, the outer ones cut to size."""
+    parts, begin = [], 0
+    for start, stop in runs:
+        end = begin + stop - start
+        if begin < last and first < end:
+            parts.append((start + max(first - begin, 0), stop - max(end - last, 0)))
+        begin = end
+    return parts
 
 
 class ArrowSplit:
@@ -162,12 +224,22 @@ class ArrowSplit:
                 reader = pa.ipc.open_file(pa.memory_map(str(path / file.name)))
             except (OSError, pa.ArrowInvalid) as error:
                 raise DataError(f"{path / file.name}: not an Arrow file ({error}); prepare the data again") from error
-            self._batches += [(reader, i) for i in range(reader.num_record_batches)]
+            if (found := reader.num_record_batches) != (wanted := -(-file.rows // self.block_rows)):
+                raise DataError(
+                    f"{path / file.name}: {found} record batches, expected {wanted}, for {file.rows} rows of "
+                    f"{self.block_rows} each; prepare the data set again"
+                )
+            if missing := {"label", "dense", *self._sparse} - set(reader.schema.names):
+                raise DataError(f"{path / file.name}: no column {sorted(missing)}; prepare the data set again")
+            self._batches += [(reader, i) for i in range(found)]
 
     def read(self, block: int) -> Block:
         """Rows [block * block_rows, ...) of the split."""
         reader, index = self._batches[block]
-        batch = reader.get_batch(index)
+        try:
+            batch = reader.get_batch(index)
+        except (OSError, pa.ArrowException) as error:
+            raise DataError(f"{self._path}, block {block}: cannot be read ({error}); prepare it again") from error
         expected = min(self.block_rows, self.rows - block * self.block_rows)
         if len(batch) != expected:
             raise DataError(
@@ -190,7 +262,28 @@ def _bag(column: pa.Array) -> tuple[np.ndarray, np.ndarray]:
     if pa.types.is_list(column.type) or pa.types.is_large_list(column.type):
         offsets = column.offsets.to_numpy(zero_copy_only=False)
         return np.diff(offsets).astype(np.int32), column.flatten().to_numpy(zero_copy_only=False)
-    return np.ones(len(column), dtype=np.int32), column.to_numpy(zero_copy_only=False)
+    return one_each(len(column)), column.to_numpy(zero_copy_only=False)
+
+
+def open_checked(config: DataConfig, here: Process, beat: Callable[[], None]) -> dict[str, Source]:
+    """As `open_splits`, after all ranks together have read every file and compared its checksum; `beat` after each.
+
+    Collective: every rank, and all raise the first DataError that one of them has.
+    """
+    error = None
+    splits: dict[str, Source] = {}
+    try:
+        splits = open_splits(config)
+        if config.path and config.verify_checksums and config.kind is not DataKind.synthetic:
+            for file in read_index(Path(config.path)).files()[here.env.rank :: here.env.world_size]:
+                check_sha256(Path(config.path) / file.name, file)
+                beat()
+    except DataError as found:
+        error = str(found)
+    errors = here.gather(error) or []
+    if first := here.agree(next((e for e in errors if e), None)):
+        raise DataError(first)
+    return splits
 
 
 def open_splits(config: DataConfig) -> dict[str, Source]:

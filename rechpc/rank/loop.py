@@ -19,13 +19,14 @@ from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from rechpc import lifeline
 from rechpc.config import DataKind, RunConfig
 from rechpc.errors import DataError, TrainingError
-from rechpc.rank import checkpoint, process
+from rechpc.rank import process
 from rechpc.rank.blocks import Source
-from rechpc.rank.data import GlobalBatches, open_splits
+from rechpc.rank.data import GlobalBatches, open_checked
 from rechpc.rank.metrics import Scores, gather_predictions, score
 from rechpc.rank.model import Output, build
 from rechpc.rank.optim import Optimizers, fuse_sparse
 from rechpc.rank.report import Report, Window
+from rechpc.rank.saver import Saver
 from rechpc.rank.sharding import settle, shard
 from rechpc.rank.synthetic import Synthetic
 from rechpc.rundir import AttemptDir, Outcome, RunDir, StopReason
@@ -62,7 +63,7 @@ def run_attempt(config: RunConfig, run: RunDir, attempt: AttemptDir, env: RankEn
             loop.finish()
         else:
             outcome = Outcome.drained if reason is StopReason.drain else Outcome.requeued
-        report.end(outcome, step=loop.state.step, checkpoint_step=loop.saved_step)
+        report.end(outcome, step=loop.state.step, checkpoint_step=loop.saver.committed_step)
         return outcome
 
 
@@ -74,8 +75,9 @@ class _Loop:
     ) -> None:
         self._config, self._run, self._attempt, self._here, self._report = config, run, attempt, here, report
         process.seed(config.seed, here.env.rank, step=0)
+        report.phase("checking data")
+        splits = open_checked(config.data, here, report.progress)
         report.phase("planning")
-        splits = open_splits(config.data)
         if splits["train"].rows < config.trainer.global_batch:
             raise DataError(
                 f"trainer.global_batch={config.trainer.global_batch}: the train split has only "
@@ -97,6 +99,7 @@ class _Loop:
         self._pipeline = TrainPipelineSparseDist(
             self._model, self._optimizers.combined, here.device, execute_all_batches=True
         )
+        self.saver = Saver(run, self._model, self._optimizers, config, here, report.record)
         self._restore()
         self._pulse = _Pulse(here)
         self._first_timed_step = self.state.step + config.trainer.timing_warmup_steps + 1
@@ -121,8 +124,10 @@ class _Loop:
                 scores = self._evaluate(self._val)
                 if scores is not None:
                     self._report.record(self.state.step, scores.as_record("val"))
-        if self.saved_step != self.state.step:
+        if self.saver.started_step != self.state.step:
             self._save()
+        with self._stall("saving"):
+            self.saver.settle(last=True)
         return reason
 
     def finish(self) -> None:
@@ -143,22 +148,24 @@ class _Loop:
         self._model.train()
         self._report.phase("training")
         batches = self._train.batches(self.state.step, end)
-        every = self._config.checkpoint.every
         while self.state.step < end:
             rate = self._optimizers.set_step(self.state.step)
             output: Output = self._pipeline.progress(batches)
             samples = self._train.num_samples(self.state.step)
             self.state.step += 1
             self.state.samples += samples
-            pulse = self._pulse.push(output, self._stop_requested(), step=self.state.step, samples=samples, rate=rate)
+            pulse = self._pulse.push(
+                output, self._stop_requested(), saving=self.saver.busy, step=self.state.step, samples=samples, rate=rate
+            )
             reason = self._take(pulse)
-            due = every and self.state.step % every == 0
+            due = self.saver.due(self.state.step)
             if due or reason is not None or self.state.step == end:
                 reason = self._take(self._pulse.flush()) or reason
             if due or reason is not None:
                 self._save()
                 self._report.phase("training")
             if reason is not None:
+                batches.close()
                 return reason
         return None
 
@@ -170,15 +177,26 @@ class _Loop:
         if pulse is None:
             return None
         if not np.isfinite(pulse.loss):
-            last = f"the last checkpoint is of step {self.saved_step}" if self.saved_step else "there is no checkpoint"
+            self.saver.settle()
+            saved = self.saver.committed_step
+            last = f"the last checkpoint is of step {saved}" if saved else "there is no checkpoint"
             raise TrainingError(
                 f"loss is {pulse.loss} at step {pulse.step}; {last}; lower optimizer.learning_rate, or give "
                 "optimizer.warmup_steps"
             )
+        if not pulse.saving:
+            self.saver.settle()
         now_s = time.perf_counter()
         step_s = now_s - self._clock_s if pulse.step >= self._first_timed_step else None
         self._clock_s = now_s
-        self.state.window.add(samples=pulse.samples, loss=pulse.loss, positive_rate=pulse.positive_rate, step_s=step_s)
+        data_wait_s, self._train.waited_s = self._train.waited_s, 0.0
+        self.state.window.add(
+            samples=pulse.samples,
+            loss=pulse.loss,
+            positive_rate=pulse.positive_rate,
+            step_s=step_s,
+            data_wait_s=data_wait_s,
+        )
         if step_s is not None:
             self.state.timed_samples += pulse.samples
             self.state.timed_s += step_s
@@ -187,6 +205,7 @@ class _Loop:
             self.state.window = Window()
             self._report.record(pulse.step, {**values, "learning_rate": pulse.rate, **self._report.memory()})
             self._report.progress(**{k: values[k] for k in ("loss", "ne", "samples_per_s")})
+            self._report.data_wait(values)
         speed = self.state.timed_samples / self.state.timed_s if self.state.timed_s else None
         left = (self.total_steps - pulse.step) * self._config.trainer.global_batch
         self._report.progress(
@@ -196,16 +215,12 @@ class _Loop:
 
     def _save(self) -> None:
         with self._stall("saving"):
-            checkpoint.save(
-                self._run, self.state.step, asdict(self.state), self._model, self._optimizers, self._config, self._here
-            )
-        self.saved_step: int | None = self.state.step
+            self.saver.save(self.state.step, asdict(self.state))
 
     def _restore(self) -> None:
         self._report.phase("restoring")
-        saved = checkpoint.restore(self._run, self._model, self._optimizers, self._config, self._here)
+        saved = self.saver.restore()
         self.state = State(**{**saved, "window": Window(**saved["window"])}) if saved else State()
-        self.saved_step = self.state.step if saved else None
         logger.info("start_step=%d total_steps=%d", self.state.step, self.total_steps)
         self._report.record(self.state.step, {"resumed_at_step": self.state.step})
 
@@ -247,6 +262,7 @@ class _Loop:
             rank=env.rank,
             world_size=env.world_size,
             seed=self._config.seed if training else None,
+            pin=self._here.device.type == "cuda",
         )
 
     @contextlib.contextmanager
@@ -266,6 +282,7 @@ class Pulse:
     rate: float
     loss: float
     positive_rate: float
+    saving: bool  # some rank's thread is still at it
     stop: StopReason | None
 
 
@@ -280,14 +297,16 @@ class _Pulse:
         self._group = dist.group.WORLD if here.device.type == "cuda" else here.host_group
         self._pending: tuple[torch.Tensor, dist.Work, dict[str, float]] | None = None
 
-    def push(self, output: Output, stop: StopReason | None, *, step: int, samples: int, rate: float) -> Pulse | None:
+    def push(
+        self, output: Output, stop: StopReason | None, *, saving: bool, step: int, samples: int, rate: float
+    ) -> Pulse | None:
         """Send the sums of a step; returns those of the step before, if any are in flight.
 
         Collective: every rank.
         """
         loss, _, labels_B, weights_B = output
-        flag = torch.tensor(float(self._REASONS.index(stop)), device=loss.device)
-        sums = torch.stack([loss, (labels_B * weights_B).sum(), flag]).double()
+        flags = torch.tensor([float(self._REASONS.index(stop)), float(saving)], device=loss.device)
+        sums = torch.cat([torch.stack([loss, (labels_B * weights_B).sum()]), flags]).double()
         previous = self.flush()
         work = dist.all_reduce(sums, group=self._group, async_op=True)
         self._pending = sums, work, {"step": step, "samples": samples, "rate": rate}
@@ -300,12 +319,13 @@ class _Pulse:
         sums, work, facts = self._pending
         self._pending = None
         work.wait()
-        loss, positive_rate, flag = sums.tolist()
+        loss, positive_rate, flag, saving = sums.tolist()
         return Pulse(
             step=int(facts["step"]),
             samples=int(facts["samples"]),
             rate=facts["rate"],
             loss=loss / self._world_size,
             positive_rate=positive_rate / self._world_size,
+            saving=saving > 0,
             stop=self._REASONS[int(flag)],
         )

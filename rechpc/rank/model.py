@@ -10,7 +10,7 @@ import zlib
 import torch
 from torch import nn
 from torchrec.models.dlrm import DLRM, DLRM_DCN
-from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from rechpc.config import DataConfig, Interaction, ModelConfig
@@ -47,6 +47,7 @@ def build(model: ModelConfig, data: DataConfig, *, seed: int, device: torch.devi
                 embedding_dim=model.embedding_dim,
                 num_embeddings=table.rows,
                 feature_names=[feature.name for feature in table.features],
+                pooling=PoolingType(str(table.features[0].pooling).upper()),
             )
             for table in data.tables().values()
         ],

@@ -3,12 +3,15 @@
 Rank 0 writes, the others call the same methods and do nothing. Nothing here is collective.
 """
 
+import contextlib
 import json
 import logging
 import os
 import resource
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +23,7 @@ from rechpc.rundir import AttemptDir, Outcome, RunDir, write_json
 logger = logging.getLogger(__name__)
 
 _HEARTBEAT_S = 0.5
+_SLOW_DATA_SHARE = 0.1
 
 
 class Report:
@@ -33,6 +37,7 @@ class Report:
         self._device = process.device
         self._progress: dict[str, Any] = {}
         self._last_heartbeat_s = 0.0
+        self._unwritable: set[Path] = set()
         self._metrics = None
         self._events = None
         if self._active:
@@ -51,16 +56,29 @@ class Report:
         self._beat(now=False)
 
     def record(self, step: int, values: dict[str, Any]) -> None:
-        """Append one record to `metrics.jsonl`, and its numbers to TensorBoard."""
+        """Append one record to `metrics.jsonl`, and its numbers to TensorBoard.
+
+        A full disk ends nothing: what cannot be written now is written with a later record, and the log has it.
+        """
         if self._metrics is None:
             return
         record = {"attempt": self._ordinal, "step": step, "time_s": round(time.time(), 3), **values}
-        self._metrics.write(json.dumps(record, allow_nan=False) + "\n")
-        self._metrics.flush()
+        with self._tolerant(self._run.metrics_path):
+            self._metrics.write(json.dumps(record, allow_nan=False) + "\n")
+            self._metrics.flush()
         logger.info(" ".join(f"{k}={v:.6g}" if isinstance(v, float) else f"{k}={v}" for k, v in record.items()))
         for key, value in values.items():
             if self._events is not None and isinstance(value, int | float):
-                self._events.add_scalar(key, value, step)
+                with self._tolerant(self._run.tensorboard_path):
+                    self._events.add_scalar(key, value, step)
+
+    def data_wait(self, window: dict[str, float | None]) -> None:
+        """Say, of the values of a window, that training waits for data, where it does."""
+        share = (window["rank0_data_wait_ms"] or 0) / (window["step_time_ms"] or 1)
+        slow = share > _SLOW_DATA_SHARE
+        self.progress(data_wait_share=share if slow else None)
+        if slow and self._active:
+            logger.warning("waits_for_data=%.0f%% of a step; the file system or the CPUs are too slow", 100 * share)
 
     def memory(self) -> dict[str, float]:
         """Peak memory of rank 0 so far, under keys with units."""
@@ -74,7 +92,8 @@ class Report:
         if not self._active:
             return
         if self._events is not None:
-            self._events.close()
+            with self._tolerant(self._run.tensorboard_path):
+                self._events.close()
         self.phase("done")
         write_json(
             self._attempt.outcome_path,
@@ -97,8 +116,20 @@ class Report:
         path = self._attempt.heartbeat_path
         temporary = path.with_name(".heartbeat.tmp")
         # Without fsync, unlike everything else: it is worth nothing after a power loss.
-        temporary.write_text(json.dumps({**self._progress, "time_s": time.time()}))
-        os.rename(temporary, path)
+        with self._tolerant(path):
+            temporary.write_text(json.dumps({**self._progress, "time_s": time.time()}))
+            os.rename(temporary, path)
+
+    @contextlib.contextmanager
+    def _tolerant(self, path: Path) -> Iterator[None]:
+        """Go on where a file cannot be written; says so once for each, until it can be written again."""
+        try:
+            yield
+            self._unwritable.discard(path)
+        except OSError as error:
+            if path not in self._unwritable:
+                self._unwritable.add(path)
+                logger.warning("path=%s cannot be written: %s; training goes on", path, error.strerror)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -111,9 +142,12 @@ class Window:
     timed_samples: int = 0
     timed_steps: int = 0
     timed_s: float = 0.0
+    data_wait_s: float = 0.0
 
-    def add(self, *, samples: int, loss: float, positive_rate: float, step_s: float | None) -> None:
-        """One step; `step_s` is None where the step is not to be timed."""
+    def add(
+        self, *, samples: int, loss: float, positive_rate: float, step_s: float | None, data_wait_s: float = 0.0
+    ) -> None:
+        """One step; `step_s` is None where the step is not to be timed, `data_wait_s` is rank 0's share of it."""
         self.samples += samples
         self.loss_sum += samples * loss
         self.positives += samples * positive_rate
@@ -121,6 +155,7 @@ class Window:
             self.timed_samples += samples
             self.timed_steps += 1
             self.timed_s += step_s
+            self.data_wait_s += data_wait_s
 
     def values(self) -> dict[str, float | None]:
         """Means over the window, under keys with units."""
@@ -130,6 +165,7 @@ class Window:
             "ne": loss / base if base else None,
             "samples_per_s": self.timed_samples / self.timed_s if self.timed_s else None,
             "step_time_ms": 1000 * self.timed_s / self.timed_steps if self.timed_steps else None,
+            "rank0_data_wait_ms": 1000 * self.data_wait_s / self.timed_steps if self.timed_steps else None,
         }
 
 

@@ -10,7 +10,7 @@ import itertools
 import numpy as np
 
 from rechpc.config import DataConfig, SparseFeature
-from rechpc.rank.blocks import Block
+from rechpc.rank.blocks import Block, one_each
 
 # Independent streams of random numbers below data.seed.
 _SPLITS = {"train": 0, "val": 1, "test": 2, "calibration": 3}
@@ -75,9 +75,8 @@ class _Teacher:
         latents = []
         for feature in self._features:
             lengths_N, values = bags[feature.name]
-            table = feature.table or f"t_{feature.name}"
-            raw_N += _bag_mean(self._effect[table][values], lengths_N)
-            latents.append(_bag_mean(self._latent[table][values], lengths_N))
+            raw_N += _bag_mean(self._effect[feature.table_name][values], lengths_N)
+            latents.append(_bag_mean(self._latent[feature.table_name][values], lengths_N))
         # Neighbours in the list of features interact, which a model without products cannot express.
         for left_ND, right_ND in itertools.pairwise(latents):
             raw_N += _PAIR_WEIGHT * (left_ND * right_ND).sum(axis=1)
@@ -91,11 +90,11 @@ def _features(
     bags = {}
     for feature in config.sparse:
         if feature.ids_per_sample == 1:
-            lengths_N = np.ones(rows, dtype=np.int32)
+            lengths_N = one_each(rows)
         else:  # a bag: some are empty, some are long
             lengths_N = rng.poisson(feature.ids_per_sample, rows).astype(np.int32)
         popularity = _power_law(rng, feature, config.synthetic.id_skew, int(lengths_N.sum()))
-        bags[feature.name] = lengths_N, id_order[feature.table or f"t_{feature.name}"][popularity]
+        bags[feature.name] = lengths_N, id_order[feature.table_name][popularity]
     return dense_NF, bags
 
 

@@ -7,6 +7,6 @@ from tests.distributed.ranks import Ranks
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Ranks]:
-    pool = Ranks(3)
+    pool = Ranks(4)
     yield pool
     pool.close()

@@ -43,7 +43,7 @@ class Ranks:
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         try:
             for rank, (_, connection) in enumerate(self._workers[:world_size]):
-                connection.send((_environment(rank, world_size, store.port), function, args))
+                connection.send((environment(rank, world_size, store.port), function, args))
             return self._results(world_size, time.monotonic() + timeout_s)
         except BaseException as error:
             if not isinstance(error, RankError) or not self._at_rest(world_size):
@@ -112,7 +112,7 @@ class _Answer:
     time_s: float = field(default_factory=time.monotonic)
 
 
-def _environment(rank: int, world_size: int, port: int) -> dict[str, str]:
+def environment(rank: int, world_size: int, port: int) -> dict[str, str]:
     values = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
     values |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": True}
     return {name: str(value) for name, value in {**values, "GLOO_SOCKET_IFNAME": "lo"}.items()}

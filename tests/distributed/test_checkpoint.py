@@ -4,6 +4,8 @@ import functools
 import hashlib
 import json
 import logging
+import os
+import pickle
 import resource
 import shutil
 from pathlib import Path
@@ -12,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from rechpc.config import RunConfig, ShardingType
+from rechpc.config import DataKind, RunConfig, ShardingType
 from rechpc.errors import CheckpointError
 from rechpc.rank import checkpoint
 from rechpc.rank.sharding import local_shards
@@ -51,10 +53,10 @@ def restore_each(env, config: RunConfig, run: RunDir, saved_runs: list[RunDir]) 
     results = []
     with trainer(env, config, run) as one:
         for saved_run in saved_runs:
-            one.run = saved_run
             for part in checkpoint.parts(one.model, one.optimizers, env.rank):
                 part.tensor.fill_(7)
-            results.append((one.restore(), one.parts()))
+            found = checkpoint.restore(saved_run, one.model, one.optimizers, config, one.here)
+            results.append((found and found.state, one.parts()))
     return results
 
 
@@ -202,6 +204,11 @@ def flip_a_bit(path: Path, at: int) -> None:
     path.write_bytes(content)
 
 
+def zero_a_block(path: Path) -> None:
+    content = path.read_bytes()
+    path.write_bytes(content[:4096] + bytes(4096) + content[8192:])
+
+
 def edit_manifest(checkpoint: Path, change) -> None:
     path = checkpoint / "manifest.json"
     manifest = json.loads(path.read_text())
@@ -213,6 +220,10 @@ def edit_manifest(checkpoint: Path, change) -> None:
 
 DAMAGE = {
     "a flipped bit": (lambda c: flip_a_bit(c / "rank-00001.bin", at=1000), "rank-00001.bin does not have its checksum"),
+    "a zeroed block": (
+        lambda c: zero_a_block(c / "rank-00000.bin"),
+        "rank-00000.bin does not have its checksum",
+    ),
     "a truncated file": (lambda c: (c / "rank-00000.bin").write_bytes(b"abc"), "rank-00000.bin has 3 bytes, expected"),
     "a missing file": (lambda c: (c / "rank-00001.bin").unlink(), "rank-00001.bin: No such file"),
     "a missing manifest": (lambda c: (c / "manifest.json").unlink(), "manifest.json is missing"),
@@ -272,6 +283,19 @@ def test_a_checkpoint_of_another_run_is_refused_with_the_keys_that_differ(ranks,
     assert [state for state, _ in ranks(2, try_restore, other, run)] == [expected] * 2
 
 
+def test_data_prepared_anew_is_other_data_wherever_it_is(tmp_path):
+    config = tiny()
+    config.data.kind = DataKind.criteo
+    found = []
+    for place, index in (("a", "{}"), ("b", "{}"), ("c", '{"rows": 1}')):
+        (tmp_path / place).mkdir()
+        (tmp_path / place / "index.json").write_text(index)
+        config.data.path = str(tmp_path / place)
+        found.append(checkpoint.made_for(config))
+    assert checkpoint.differences(found[0], found[1]) == []
+    assert checkpoint.differences(found[0], found[2]) == ["data.index_sha256"]
+
+
 def test_what_does_not_change_the_model_may_change_on_resume(ranks, run):
     values = ["trainer.max_steps=99", "checkpoint.every=7", "checkpoint.keep=9", "trainer.log_every=1"]
     assert [state for state, _ in ranks(2, try_restore, settings("adagrad", "row_wise", 2, *values), run)] == [
@@ -296,6 +320,28 @@ def test_a_tensor_with_a_hole_is_refused(ranks, run):
     (message,) = {state for state, _ in ranks(2, try_restore, BASE, run)}
     # Rank 0 misses its half, 2,502 of 5,003 rows of 12 columns.
     assert message == f"{run.checkpoint_path(2)}: {name}: 30024 of 30024 values are not in the checkpoint"
+
+
+class Evil:
+    """A pickle of this makes a file when it is loaded."""
+
+    def __init__(self, marker: Path) -> None:
+        self._marker = marker
+
+    def __reduce__(self):
+        return os.mkdir, (str(self._marker),)
+
+
+def test_a_checkpoint_cannot_run_code(ranks, run, tmp_path):
+    path, payload = run.checkpoint_path(2), pickle.dumps(Evil(tmp_path / "ran"))
+    (path / ".metadata").write_bytes(payload)  # where torch.distributed.checkpoint unpickles what it finds
+    content = payload + (path / "rank-00000.bin").read_bytes()[len(payload) :]
+    (path / "rank-00000.bin").write_bytes(content)
+    edit_manifest(path, lambda m: m["files"][0].update(sha256=hashlib.sha256(content).hexdigest()))
+    assert [state for state, _ in ranks(2, try_restore, BASE, run)] == [{"step": 2}] * 2  # numbers, whatever they mean
+    assert not (tmp_path / "ran").exists()
+    pickle.loads(payload)
+    assert (tmp_path / "ran").exists()
 
 
 # Saving
@@ -326,7 +372,7 @@ def save_and_fail(env, config: RunConfig, run: RunDir, how: str) -> str:
 def test_a_rank_that_cannot_write_fails_the_save_on_every_rank(ranks, run):
     (message,) = set(ranks(2, save_and_fail, BASE, run, "disk"))
     assert message.startswith(f"CheckpointError: step 3: checkpoint not written: {run.checkpoints_path}")
-    assert message.endswith("File too large")
+    assert message.endswith("rank-00001.bin: File too large (failures in a row: 1; there is none)")
 
 
 def test_a_directory_that_cannot_be_made_fails_the_save_on_every_rank(ranks, run):
@@ -344,7 +390,7 @@ def test_a_failed_save_leaves_the_earlier_checkpoints_as_they_were(ranks, run):
 
 def test_a_weight_that_is_not_a_number_is_never_committed(ranks, run):
     (message,) = set(ranks(2, save_and_fail, BASE, run, "nan"))
-    assert message.startswith("CheckpointError: step 3: checkpoint not written: ")
+    assert message.startswith("TrainingError: step 3: ")
     assert "t_item.weight holds a value that is not finite" in message
     assert run.committed_steps() == [2, 1]
 

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import itertools
+import time
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,7 @@ from rechpc.rank.data import GlobalBatches, open_splits
 from rechpc.rank.metrics import Scores, gather_predictions, score
 from rechpc.rank.model import build
 from rechpc.rank.sharding import settle, shard
+from rechpc.rank.synthetic import Synthetic
 from rechpc.rundir import Outcome, RunDir, read_json
 from tests import datasets
 from tests.configs import compose, tiny
@@ -130,7 +132,12 @@ class PlainDLRM(nn.Module):
         found = {name.removeprefix("model."): torch.from_numpy(w.copy()) for name, w in weights.items()}
         tables = {n.split(".")[3]: w for n, w in found.items() if ".embedding_bags." in n}
         self.tables = nn.ModuleDict(
-            {name: nn.EmbeddingBag.from_pretrained(w, freeze=False, mode="sum") for name, w in tables.items()}
+            {
+                name: nn.EmbeddingBag.from_pretrained(
+                    w, freeze=False, mode=config.data.tables()[name].features[0].pooling
+                )
+                for name, w in tables.items()
+            }
         )
         self.bottom = self._linear(found, "dense_arch.")
         self.top = self._linear(found, "over_arch.")
@@ -292,6 +299,56 @@ def test_fewer_samples_than_one_global_batch_is_an_error_on_every_rank(ranks, tm
     config.data.synthetic.train_rows = 95  # as a prepared data set may have, which nobody knew at submission
     expected = "DataError: trainer.global_batch=96: the train split has only 95 samples; lower it"
     assert ranks(2, attempt_in_process, config, run_of(config, tmp_path), "test.0") == [expected] * 2
+
+
+def flip(path: Path, place: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[place] ^= 1
+    path.write_bytes(content)
+
+
+DAMAGES = {
+    "missing": ("is missing, the index says", lambda path: path.unlink()),
+    "truncated": ("bytes, the index says", lambda path: path.write_bytes(path.read_bytes()[:-1])),
+    "changed": ("has changed since it was prepared", lambda path: flip(path, path.stat().st_size // 2)),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_data_set_ends_all_ranks_with_one_line_before_the_first_step(ranks, tmp_path, damage):
+    config = tiny(world_size=3)
+    blocks = {name: [source.read(0)] * 2 for name, source in open_splits(config.data).items() if name == "train"}
+    blocks |= {"test": [open_splits(config.data)["test"].read(0)]}
+    datasets.write(tmp_path / "data", config.data, blocks, blocks_per_file=1)
+    config.data.kind, config.data.path = DataKind.criteo, str(tmp_path / "data")
+    what, spoil = DAMAGES[damage]
+    spoil(tmp_path / "data/train-1.arrow")  # which rank 1 looks at
+    run = run_of(config, tmp_path)
+    (error,) = set(ranks(3, attempt_in_process, config, run, "test.0"))
+    assert error.startswith(f"DataError: {tmp_path / 'data/train-1.arrow'}: ")
+    assert what in error
+    assert len(error.splitlines()) == 1
+    assert not run.metrics()
+
+
+def slow_attempt(env, config: RunConfig, run: RunDir) -> Outcome | str:
+    """An attempt whose source answers late, as a slow file system does."""
+    with pytest.MonkeyPatch.context() as patch:
+        read = Synthetic.read
+        patch.setattr(Synthetic, "read", lambda source, block: time.sleep(0.02) or read(source, block))
+        return attempt_in_process(env, config, run, "test.0")
+
+
+def test_slow_data_is_waited_for_and_changes_nothing_but_the_time(ranks, tmp_path):
+    config = tiny("trainer.log_every=1", "trainer.timing_warmup_steps=0", "data.block_rows=32", world_size=2)
+    runs = {}
+    for name, attempt in (("fast", functools.partial(attempt_in_process, name="test.0")), ("slow", slow_attempt)):
+        runs[name] = run_of(config, tmp_path / name)
+        assert ranks(2, attempt, config, runs[name]) == [Outcome.finished] * 2
+    fast, slow = ([r for r in runs[name].metrics() if "loss" in r] for name in ("fast", "slow"))
+    assert [r["loss"] for r in slow] == [r["loss"] for r in fast]
+    assert all(r["rank0_data_wait_ms"] >= 0 for r in fast)
+    assert sum(r["rank0_data_wait_ms"] for r in slow) > 20
 
 
 @pytest.mark.parametrize("label", [0, 1])

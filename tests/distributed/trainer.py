@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 
@@ -16,6 +17,7 @@ from rechpc.rank.data import GlobalBatches, open_splits
 from rechpc.rank.loop import run_attempt
 from rechpc.rank.model import build
 from rechpc.rank.optim import Optimizers, fuse_sparse
+from rechpc.rank.saver import Saver
 from rechpc.rank.sharding import shard
 from rechpc.rundir import Outcome, RunDir
 from rechpc.topology import RankEnv
@@ -35,6 +37,10 @@ class Trainer:
     batches: GlobalBatches
 
     def __post_init__(self) -> None:
+        self.records: list[dict[str, Any]] = []
+        self.saver = Saver(
+            self.run, self.model, self.optimizers, self.config, self.here, lambda _, values: self.records.append(values)
+        )
         # One for life, like the loop's: it rewrites the model at its first batch.
         self._pipeline = TrainPipelineSparseDist(
             self.model, self.optimizers.combined, self.here.device, execute_all_batches=True
@@ -50,6 +56,14 @@ class Trainer:
             losses.append(loss.item())
         return losses
 
+    @torch.no_grad()
+    def score(self, step: int) -> np.ndarray:
+        """This rank's logits of the samples of a step, without training on them."""
+        self.model.eval()
+        _, logits_B, _, _ = self._pipeline.progress(self.batches.batches(step, step + 1))
+        self.model.train()
+        return logits_B.numpy()
+
     def parts(self) -> Parts:
         """A copy of every tensor that a checkpoint would hold, random state excepted."""
         found: Parts = {}
@@ -59,10 +73,12 @@ class Trainer:
         return found
 
     def save(self, step: int, **more: Any) -> None:
-        checkpoint.save(self.run, step, {"step": step, **more}, self.model, self.optimizers, self.config, self.here)
+        """Save as a run does at its end: what fails is raised."""
+        self.saver.save(step, {"step": step, **more})
+        self.saver.settle(last=True)
 
     def restore(self) -> dict[str, Any] | None:
-        return checkpoint.restore(self.run, self.model, self.optimizers, self.config, self.here)
+        return self.saver.restore()
 
 
 @contextlib.contextmanager

@@ -1,5 +1,6 @@
 """Whole runs on this machine, as a user starts them: submit, submitit, host task, torchrun, ranks."""
 
+import importlib.util
 import json
 import os
 import shutil
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 
+ROOT = Path(__file__).resolve().parents[2]
 CRITEO = Path(__file__).resolve().parents[3] / "shared/data/criteo_8k"
 SMALL = ["data.synthetic.train_rows=20000", "data.synthetic.test_rows=3001", "trainer.global_batch=512"]
 STEPS = -(-20_000 // 512)
@@ -152,3 +154,19 @@ def test_one_epoch_over_real_criteo_rows_reaches_the_known_auc(tmp_path: Path) -
     assert found["step"] == 150
     assert found["test_samples"] == 391
     assert found["test_auc"] >= 0.72
+
+
+def test_movielens_reaches_the_known_auc(tmp_path: Path) -> None:
+    found = importlib.util.find_spec("recbole")
+    folders = [Path(p) / "dataset_example/ml-100k" for p in (found.submodule_search_locations or [])] if found else []
+    raw = next((folder for folder in folders if folder.is_dir()), None)
+    if raw is None:
+        pytest.skip("needs MovieLens-100K, which is inside the wheel of recbole 1.2.1, on the Python path")
+    script = [sys.executable, str(ROOT / "bench/movielens_100k.py"), str(raw), str(tmp_path / "parquet")]
+    subprocess.run(script, check=True, timeout=120)
+    data = ["experiment=movielens_100k", f"data.path={tmp_path / 'data'}"]
+    run(*data, f"data.source={tmp_path / 'parquet'}", entry="prepare")
+
+    run(*data, f"runs_root={tmp_path / 'runs'}")
+
+    assert result(only_run(tmp_path / "runs"))["test_auc"] >= 0.77

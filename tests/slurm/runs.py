@@ -14,8 +14,9 @@ from typing import Any
 from tests.cluster.cluster import IMAGE, SCRATCH, Cluster
 
 # About 120 steps of 50 to 100 ms, a checkpoint every second or two.
+TRAIN_ROWS = 120_000
 SMALL = (
-    "data.synthetic.train_rows=120000",
+    f"data.synthetic.train_rows={TRAIN_ROWS}",
     "data.synthetic.test_rows=5003",
     "trainer.global_batch=1000",
     "checkpoint.every=20",

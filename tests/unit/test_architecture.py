@@ -9,14 +9,15 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "rechpc"
 
+PREPARE = {f"prepare/{name}.py" for name in ("convert", "criteo", "features", "rows", "shards", "sources")}
 ONLY = {
     "hydra": {"compose.py"},
     "submitit": {"host/slurm.py"},
     "optuna": {"study.py"},
     "plotly": {"report.py"},
     "torchrec.distributed.planner": {"rank/sharding.py"},
-    "polars": {"prepare.py"},
-    "pyarrow": {"prepare.py", "rank/data.py"},
+    "polars": PREPARE,
+    "pyarrow": {"rank/data.py", *PREPARE} - {"prepare/criteo.py"},
 }
 
 

@@ -5,8 +5,8 @@ import pytest
 
 from rechpc.config import SparseFeature
 from rechpc.errors import DataError
-from rechpc.rank.blocks import Block, check, concatenate, pad
-from tests.datasets import numbered, numbers
+from rechpc.rank.blocks import Block, check, gather, pad
+from tests.datasets import numbered, numbers, take
 
 
 @pytest.mark.parametrize(
@@ -15,20 +15,20 @@ from tests.datasets import numbered, numbers
     ids=["none", "first", "last", "repeated", "all", "reversed", "empty bags", "any"],
 )
 def test_taken_rows_are_whole_and_in_the_given_order(rows):
-    assert numbers(numbered(np.arange(20)).take(np.array(rows, int))) == rows
+    assert numbers(take(numbered(np.arange(20)), rows)) == rows
 
 
 def test_bags_of_one_id_each_stay_with_their_rows_where_others_are_longer():
     lengths_N = np.array([2, 0, 1], np.int32)  # as many ids as rows, but not one each
     block = Block(np.zeros(3, np.int8), np.zeros((3, 1), np.float32), {"x": (lengths_N, np.array([10, 11, 30]))})
-    lengths_N, values = block.take(np.array([2, 0])).bags["x"]
+    lengths_N, values = take(block, [2, 0]).bags["x"]
     assert (lengths_N.tolist(), values.tolist()) == ([1, 2], [30, 10, 11])
 
 
-def test_concatenated_blocks_keep_rows_and_order():
-    blocks = [numbered(np.array(rows, int)) for rows in ([5, 1], [], [7], [0, 4, 8])]
-    assert numbers(concatenate(blocks)) == [5, 1, 7, 0, 4, 8]
-    assert numbers(concatenate(blocks[:1])) == [5, 1]
+def test_parts_of_blocks_keep_rows_and_order():
+    blocks = [numbered(np.array(rows, int)) for rows in ([5, 1], [], [7, 3], [0, 4, 8, 6])]
+    assert numbers(gather([(block, 0, len(block)) for block in blocks])) == [5, 1, 7, 3, 0, 4, 8, 6]
+    assert numbers(gather([(blocks[3], 1, 3), (blocks[0], 0, 1), (blocks[3], 3, 3)])) == [4, 8, 5]
 
 
 def test_padding_adds_rows_without_values():
@@ -39,7 +39,7 @@ def test_padding_adds_rows_without_values():
         "one": [0, 0, 0],
         "many": [0, 0, 0],
     }
-    assert numbers(block.take(np.array([0, 1]))) == [3, 6]
+    assert numbers(take(block, [0, 1])) == [3, 6]
 
 
 def test_a_full_block_is_not_padded():

@@ -127,9 +127,32 @@ RULES = {
     "a feature twice": (["data.dense=[user]"], "feature 'user' appears 2 times", "a name of its own"),
     "a shared table of two sizes": (
         ["data.sparse=[{name: a, rows: 5, table: t}, {name: b, rows: 6, table: t}]"],
-        "table 't' has 5 rows for feature 'a' but 6 for 'b'",
-        "need the same rows",
+        "'b' has rows=6 and 'a' has rows=5",
+        "share a table, here 't', need the same",
     ),
+    "a shared table of two mappings": (
+        ["data.sparse=[{name: a, rows: 5, table: t}, {name: b, rows: 5, table: t, mapping: as_is}]"],
+        "'b' has mapping=as_is and 'a' has mapping=hash",
+        "share a table, here 't', need the same",
+    ),
+    "a shared table of two poolings": (
+        ["data.sparse=[{name: a, rows: 5, table: t}, {name: b, rows: 5, table: t, pooling: mean}]"],
+        "'b' has pooling=mean and 'a' has pooling=sum",
+        "share a table, here 't', need the same",
+    ),
+    "a column of no feature": (["data.columns.usr=u"], "data.columns.usr", "expected one of label, d0, d1"),
+    "a transform of no feature": (
+        ["data.dense_transforms.user=none"],
+        "data.dense_transforms.user",
+        "expected one of d0, d1, d2, d3",
+    ),
+    "a vocabulary without a row for a value": (
+        ["data.sparse=[{name: a, rows: 2, mapping: vocabulary}]"],
+        "'a' has 2 rows",
+        "mapping=vocabulary needs 3",
+    ),
+    "a long separator": (["data.separator=ab"], "data.separator='ab'", "one character, or tab"),
+    "no separator in lists": (["data.list_separator=''"], "data.list_separator=''", "at least one character"),
     "decay during warm-up": (
         ["optimizer.warmup_steps=10", "optimizer.decay_steps=5", "optimizer.decay_start_step=9"],
         "optimizer.decay_start_step=9",
@@ -140,6 +163,9 @@ RULES = {
         "optimizer.sparse=rowwise_adagrad",
         "choose sharding=row_wise",
     ),
+    "an interval that is no number": (["checkpoint.every=often"], "checkpoint.every=often", "0, or auto"),
+    "the best of no evaluation": (["checkpoint.keep_best=val_ne"], "checkpoint.keep_best=val_ne", "trainer.eval_every"),
+    "a choice from nothing": (["checkpoint.init_exclude=[a]"], "checkpoint.init_from=null", "to take from"),
 }
 
 
@@ -172,6 +198,10 @@ RANGES = {
     "model.over_layers=[0,1]": "model.over_layers[0]=0: expected at least 1",
     "data.sparse=[{name: x, rows: 0}]": "data.sparse[0].rows=0: expected at least 1",
     "data.synthetic.label_noise=1.5": "data.synthetic.label_noise=1.5: expected at most 1",
+    "checkpoint.every=-1": "checkpoint.every=-1: expected at least 0",
+    "checkpoint.max_failures=0": "checkpoint.max_failures=0: expected at least 1",
+    "checkpoint.keep_every=-1": "checkpoint.keep_every=-1: expected at least 0",
+    "checkpoint.node_mtbf_h=0": "checkpoint.node_mtbf_h=0.0: expected at least 0.01",
     "checkpoint.keep=0": "checkpoint.keep=0: expected at least 1",
     "cluster.host_memory_gib=0": "cluster.host_memory_gib=0.0: expected at least 1",
 }

@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import json
 import re
+import threading
 from collections.abc import Iterable
 
 import numpy as np
@@ -18,7 +19,7 @@ from rechpc.rank.data import ArrowSplit, Batch, GlobalBatches, open_splits
 from rechpc.rank.synthetic import Synthetic
 from tests import datasets
 from tests.configs import tiny
-from tests.datasets import numbered, numbered_config, numbers
+from tests.datasets import numbered, numbered_config, numbers, take
 
 ROWS = 1009  # 24 global batches of 42, and one row
 GLOBAL_BATCH = 42
@@ -47,7 +48,7 @@ def samples(batch: Batch) -> list[int]:
     """The numbers of the real samples of a rank's batch."""
     bags = {name: (jt.lengths().numpy(), jt.values().numpy()) for name, jt in batch.sparse.to_dict().items()}
     block = Block(batch.labels_B.numpy(), batch.dense_BF.numpy(), bags)
-    return numbers(block.take(np.flatnonzero(batch.weights_B.numpy())))
+    return numbers(take(block, np.flatnonzero(batch.weights_B.numpy())))
 
 
 def joined(lists: Iterable[list[int]]) -> list[int]:
@@ -134,6 +135,102 @@ def test_padding_has_no_ids_and_no_weight():
     assert (batch.sparse.lengths().tolist(), batch.sparse.values().tolist()) == ([0, 0], [])
 
 
+# Reading ahead
+
+
+class Gated(Numbered):
+    """A source that reads a block only when it is let."""
+
+    def __init__(self) -> None:
+        super().__init__(ROWS, GLOBAL_BATCH)
+        self.gate, self.blocks = threading.Semaphore(0), []
+
+    def read(self, block: int) -> Block:
+        self.gate.acquire()
+        self.blocks.append(block)
+        return super().read(block)
+
+
+def gated() -> tuple[Gated, GlobalBatches]:
+    source = Gated()
+    config = numbered_config(ROWS, GLOBAL_BATCH)
+    return source, GlobalBatches(source, config, global_batch=GLOBAL_BATCH, rank=0, world_size=1, seed=None)
+
+
+def readers() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith("read-ahead")]
+
+
+def test_batches_read_ahead_are_those_of_their_steps():
+    batches = of_rank(1, 3)
+    found = [samples(batch) for batch in batches.batches(3, 2 * STEPS)]
+    assert found == [samples(of_rank(1, 3).batch(step)) for step in range(3, 2 * STEPS)]
+    assert list(batches.batches(5, 5)) == []
+
+
+def test_a_few_batches_and_no_more_are_read_ahead():
+    source, batches = gated()
+    iterator = batches.batches(0, STEPS)
+    source.gate.release(100)
+    next(iterator)
+    next(iterator)
+    iterator.close()
+    for thread in readers():
+        thread.join()
+    assert len(source.blocks) <= 2 + 4
+
+
+def test_a_bad_value_surfaces_at_the_step_that_needs_it():
+    batches = of_rank(0, 1, seed=None)
+    whole = batches._source.read
+
+    def read(block: int) -> Block:
+        rows = whole(block)
+        if block == 2:  # rows 200 to 299: the first of them are in step 4
+            rows.labels_N[0] = 2
+        return rows
+
+    batches._source.read = read
+    iterator = batches.batches(0, STEPS)
+    assert [samples(next(iterator))[0] for _ in range(4)] == [0, 42, 84, 126]
+    with pytest.raises(DataError, match="block 2, row 0: label 2, expected 0 or 1"):
+        next(iterator)
+
+
+@pytest.mark.parametrize("end", ["exhausted", "closed", "failed", "forgotten"])
+def test_the_thread_ends_with_its_batches(end):
+    batches = of_rank(0, 1)
+    if end == "failed":
+        batches._source.rows = 0.5  # nonsense
+    iterator = batches.batches(0, STEPS)
+    if end == "exhausted":
+        list(iterator)
+    elif end == "failed":
+        with pytest.raises(TypeError):
+            next(iterator)
+    else:
+        next(iterator)
+        iterator.close() if end == "closed" else None
+    del iterator
+    for thread in readers():
+        thread.join(timeout=60)
+    assert readers() == []
+
+
+def test_a_source_that_is_too_slow_is_waited_for_and_the_wait_is_measured(monkeypatch):
+    source, batches = gated()
+    clock = itertools.count()
+
+    def now_s() -> float:
+        """A clock that goes on by a second when it is read, and a file system that answers no sooner than that."""
+        source.gate.release()
+        return float(next(clock))
+
+    monkeypatch.setattr("rechpc.rank.data.time.perf_counter", now_s)
+    assert joined(samples(batch) for batch in batches.batches(0, 3)) == list(range(3 * GLOBAL_BATCH))
+    assert batches.waited_s == 3
+
+
 # Prepared data sets
 
 
@@ -209,7 +306,7 @@ def test_a_null_is_not_taken_for_a_value(tmp_path, config, column):
 def test_record_batches_of_another_size_are_refused(tmp_path, config):
     blocks = of(config)
     head = blocks["train"][0]
-    blocks["train"][:1] = [head.take(np.arange(100)), head.take(np.arange(100, len(head)))]
+    blocks["train"][:1] = [take(head, range(100)), take(head, range(100, len(head)))]
     with pytest.raises(DataError, match="256"):
         first_batches(prepared(tmp_path, config, blocks))
 
@@ -219,6 +316,30 @@ def test_a_file_that_is_not_arrow_is_named(tmp_path, config):
     path = tmp_path / "train-0.arrow"
     path.write_bytes(b"x" * path.stat().st_size)
     with pytest.raises(DataError, match=r"train-0\.arrow: not an Arrow file"):
+        open_splits(settings)
+
+
+def test_a_file_without_a_column_is_named(tmp_path, config):
+    blocks = of(config)
+    settings = prepared(tmp_path, config, blocks)
+    index = read_index(tmp_path)
+    batches = [datasets.batch(config, block) for block in blocks["train"]]
+    index.splits["train"].files[:] = [
+        datasets.write_arrow(tmp_path / "less.arrow", [b.drop_columns(["tags"]) for b in batches])
+    ]
+    write_index(tmp_path, index)
+    with pytest.raises(DataError, match=r"less\.arrow: no column \['tags'\]; prepare the data set again"):
+        open_splits(settings)
+
+
+def test_a_split_with_too_few_record_batches_is_refused_before_it_is_read(tmp_path, config):
+    blocks = of(config)
+    settings = prepared(tmp_path, config, blocks)
+    index = read_index(tmp_path)
+    file = index.splits["train"].files[0]
+    index.splits["train"].files[0] = dataclasses.replace(file, rows=file.rows + 256)
+    write_index(tmp_path, index)
+    with pytest.raises(DataError, match=r"train-0\.arrow: 4 record batches, expected 5, for 1256 rows of 256 each"):
         open_splits(settings)
 
 

@@ -1,12 +1,13 @@
 """The index of a prepared data set: read back as written, and checked against files and configuration."""
 
 import dataclasses
+import hashlib
 import json
 
 import pytest
 
 from rechpc.config import DataConfig, DataKind, SparseFeature
-from rechpc.dataset import INDEX_NAME, DataFile, Index, Split, check_index, read_index, write_index
+from rechpc.dataset import INDEX_NAME, DataFile, Index, Split, check_index, check_sha256, read_index, write_index
 from rechpc.errors import DataError
 
 CONFIG = DataConfig(
@@ -27,8 +28,13 @@ def index(tmp_path) -> Index:
         block_rows=8,
         dense=["I1", "I2"],
         sparse_rows={"C1": 100, "C2": 50},
+        mappings=CONFIG.mappings(),
         ids_per_sample={"C1": 1.0, "C2": 2.5},
-        dense_transform={"I1": {"shift": 3.0}},
+        id_range={"C1": [0, 99], "C2": []},
+        dense_transform={"I1": {"min": 3.0}},
+        dense_statistics={"I1": {"min": 3.0}},
+        vocabularies={},
+        bad_rows={"label: skipped": 2},
         splits={"train": Split(files=files, positives=4), "val": Split(files=[], positives=0)},
     )
     write_index(tmp_path, index)
@@ -72,10 +78,10 @@ def test_a_file_of_another_size_is_named(tmp_path, index, size):
     )
 
 
-@pytest.mark.parametrize("found", [0, 2, "1", None])
+@pytest.mark.parametrize("found", [0, 1, "2", None])
 def test_another_format_is_refused(tmp_path, index, found):
     edit(tmp_path, format=found)
-    with pytest.raises(DataError, match="not of format 1; prepare the data set again"):
+    with pytest.raises(DataError, match="not of format 2; prepare the data set again"):
         read_index(tmp_path)
 
 
@@ -84,6 +90,27 @@ def test_an_index_that_is_no_json_is_named(tmp_path, index, text):
     (tmp_path / INDEX_NAME).write_bytes(text.encode("latin-1"))
     with pytest.raises(DataError, match=f"{INDEX_NAME}: cannot be read .*; prepare the data set again"):
         read_index(tmp_path)
+
+
+@pytest.mark.parametrize("change", [{"splits": [1]}, {"vocabularies": None}, {"unknown": 1}, {"splits": {"train": {}}}])
+def test_an_index_of_another_shape_is_named(tmp_path, index, change):
+    edit(tmp_path, **change)
+    with pytest.raises(DataError, match=f"{INDEX_NAME}: not an index .*; prepare the data set again"):
+        read_index(tmp_path)
+
+
+def test_a_changed_byte_is_found_by_its_checksum(tmp_path):
+    path = tmp_path / "train-0.arrow"
+    path.write_bytes(b"abc")
+    digest = hashlib.sha256(b"abc").hexdigest()
+    file = DataFile(name=path.name, rows=1, size_bytes=3, sha256=digest)
+    check_sha256(path, file)
+    path.write_bytes(b"abd")
+    with pytest.raises(DataError, match=r"train-0\.arrow: has changed since it was prepared .*; copy or prepare"):
+        check_sha256(path, file)
+    path.unlink()
+    with pytest.raises(DataError, match=r"train-0\.arrow: cannot be read .*; copy or prepare the data set again"):
+        check_sha256(path, file)
 
 
 def test_a_data_set_of_the_same_features_fits(index):

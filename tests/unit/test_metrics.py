@@ -2,9 +2,14 @@
 
 import numpy as np
 import pytest
+import torch
 
 from rechpc.errors import TrainingError
 from rechpc.rank.metrics import auc, entropy, score
+from rechpc.rank.process import Process
+from rechpc.rank.report import Report, Window
+from rechpc.rundir import RunDir, read_json
+from rechpc.topology import RankEnv
 
 
 def pairs_in_order(scores_N: np.ndarray, labels_N: np.ndarray) -> float:
@@ -118,3 +123,21 @@ def test_records_say_why_a_value_is_missing_and_only_then():
 @pytest.mark.parametrize(("rate", "expected"), [(0.5, np.log(2)), (0.25, 0.5623351446188083), (0.0, None), (1.0, None)])
 def test_entropy_of_a_label(rate, expected):
     assert entropy(rate) == (expected if expected is None else pytest.approx(expected, rel=1e-12))
+
+
+@pytest.mark.parametrize(("data_wait_s", "share"), [(0.09, None), (0.5, 0.5)])
+def test_waiting_for_data_is_measured_and_said_where_it_costs_more_than_a_tenth(
+    tmp_path, caplog, data_wait_s, share
+) -> None:
+    run = RunDir.create(tmp_path, "run")
+    env = RankEnv(rank=0, local_rank=0, world_size=1, local_world_size=1)
+    report = Report(run, run.start_attempt("a.0"), Process(env, torch.device("cpu"), host_group=None))
+    window = Window()
+    window.add(samples=8, loss=0.5, positive_rate=0.5, step_s=None, data_wait_s=9.0)  # warming up
+    window.add(samples=8, loss=0.5, positive_rate=0.5, step_s=1.0, data_wait_s=data_wait_s)
+    values = window.values()
+    assert values["rank0_data_wait_ms"] == pytest.approx(1000 * data_wait_s)
+    report.data_wait(values)
+    report.phase("training")
+    assert read_json(run.attempt("a.0").heartbeat_path)["data_wait_share"] == share
+    assert ("waits_for_data=50% of a step" in caplog.text) == bool(share)

@@ -14,10 +14,12 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from rechpc import prepare
 from rechpc.config import CommandConfig, DataConfig, DataKind, SparseFeature
 from rechpc.dataset import check_index, read_index
 from rechpc.errors import ConfigError
+from rechpc.prepare import convert as conversion
+from rechpc.prepare import criteo
+from rechpc.prepare.__main__ import main
 
 ROOT = Path(__file__).resolve().parents[2]
 REAL = ROOT.parent / "shared/data/criteo_8k"
@@ -28,7 +30,7 @@ Row = tuple[int, list[int | None], list[int | None]]
 
 def line(label: str = "0", **fields: str) -> bytes:
     """One line of text: "1" in every integer column and "a" in every category, but for `fields`."""
-    values = {**dict.fromkeys(prepare.DENSE, "1"), **dict.fromkeys(prepare.SPARSE, "a"), **fields}
+    values = {**dict.fromkeys(criteo.DENSE, "1"), **dict.fromkeys(criteo.SPARSE, "a"), **fields}
     return "\t".join([label, *values.values()]).encode(errors="surrogateescape")
 
 
@@ -37,8 +39,8 @@ def lines(num_rows: int, seed: int = 0) -> list[bytes]:
     rng = np.random.default_rng(seed)
     made = []
     for i in range(num_rows):
-        fields = {c: str(rng.integers(-2, 5000)) for c in prepare.DENSE}
-        fields |= {c: f"{rng.integers(2**32):08x}" for c in prepare.SPARSE}
+        fields = {c: str(rng.integers(-2, 5000)) for c in criteo.DENSE}
+        fields |= {c: f"{rng.integers(2**32):08x}" for c in criteo.SPARSE}
         fields |= {c: "" for c in fields if rng.random() < 0.2}
         made.append(line(str(rng.integers(2)), **{**fields, "I1": str(i)}))
     return made
@@ -61,23 +63,24 @@ def settings(source: Path | None, path: Path | None, **changes: Any) -> DataConf
         "kind": DataKind.criteo,
         "source": str(source) if source else None,
         "path": str(path) if path else None,
-        "dense": list(prepare.DENSE),
-        "sparse": [SparseFeature(name=name, rows=TABLE_ROWS) for name in prepare.SPARSE],
+        "dense": list(criteo.DENSE),
+        "sparse": [SparseFeature(name=name, rows=TABLE_ROWS) for name in criteo.SPARSE],
     }
     return DataConfig(**{**values, **changes})
 
 
 def convert(source: Path, path: Path, **changes: Any) -> Path:
-    prepare.prepare(settings(source, path, **changes))
+    conversion.prepare(settings(source, path, **changes))
     return path
 
 
 def table(path: Path, split: str) -> pa.Table:
-    return pa.ipc.open_file(path / f"{split}.arrow").read_all()
+    files = read_index(path).splits[split].files
+    return pa.concat_tables(pa.ipc.open_file(path / file.name).read_all() for file in files)
 
 
 def dense(path: Path, split: str, feature: str = "I1") -> list[float]:
-    return [row[prepare.DENSE.index(feature)] for row in table(path, split)["dense"].to_pylist()]
+    return [row[criteo.DENSE.index(feature)] for row in table(path, split)["dense"].to_pylist()]
 
 
 def plain_rows(content: bytes) -> list[Row]:
@@ -87,7 +90,9 @@ def plain_rows(content: bytes) -> list[Row]:
     for number, text_line in enumerate(content.split(b"\n"), 1):
         label, *fields = text_line.split(b"\t")
         good = len(fields) == 39 and re.fullmatch(rb"[-+]?[0-9]+", label) and int(label) in (0, 1)
-        good = good and all(re.fullmatch(rb"([-+]?[0-9]+)?", f) and abs(int(f or 0)) < 2**31 for f in fields[:13])
+        good = good and all(
+            re.fullmatch(rb"([-+]?[0-9]+)?", f) and -(2**31) <= int(f or 0) < 2**31 for f in fields[:13]
+        )
         hexadecimal = re.compile(rb"([-+]?[0-9a-fA-F]+)?")
         if not (good and all(hexadecimal.fullmatch(f) and 0 <= int(f or b"0", 16) < 2**32 for f in fields[13:])):
             raise ValueError(number)
@@ -127,7 +132,7 @@ def test_real_rows_equal_an_independent_reading(split: str, tmp_path_factory: py
         (row[0], plain_ids(row, TABLE_ROWS), values) for row, values in zip(rows, plain_dense(rows, train), strict=True)
     ]
     got = table(out, split)
-    ids = zip(*(got[name].to_pylist() for name in prepare.SPARSE), strict=True)
+    ids = zip(*(got[name].to_pylist() for name in criteo.SPARSE), strict=True)
     have = [
         (label, list(i), d) for label, i, d in zip(got["label"].to_pylist(), ids, got["dense"].to_pylist(), strict=True)
     ]
@@ -140,7 +145,7 @@ def test_real_rows_equal_an_independent_reading(split: str, tmp_path_factory: py
 
 def test_columns_have_the_documented_types(tmp_path: Path) -> None:
     schema = table(convert(folder(tmp_path / "in"), tmp_path / "out"), "train").schema
-    assert schema.names == ["label", "dense", *prepare.SPARSE]
+    assert schema.names == ["label", "dense", *criteo.SPARSE]
     assert schema.types == [pa.int8(), pa.list_(pa.float32(), 13), *[pa.int32()] * 26]
 
 
@@ -205,7 +210,7 @@ def test_the_size_of_the_blocks_of_text_does_not_matter(tmp_path: Path, monkeypa
     source = folder(tmp_path / "in", train=text(*lines(200)))
     index = read_index(convert(source, tmp_path / "a"))
     for size in (1000, 7777):
-        monkeypatch.setattr(prepare, "_BLOCK_BYTES", size)
+        monkeypatch.setattr(criteo, "_BLOCK_BYTES", size)
         assert read_index(convert(source, tmp_path / f"b{size}")) == index
 
 
@@ -251,18 +256,18 @@ def test_one_file_is_split_by_order(tmp_path: Path) -> None:
 
 def test_record_batches_hold_block_rows(tmp_path: Path) -> None:
     out = convert(folder(tmp_path / "in", train=text(*lines(25))), tmp_path / "out", block_rows=8)
-    file = pa.ipc.open_file(out / "train.arrow")
+    file = pa.ipc.open_file(out / "train-00000.arrow")
     assert [file.get_batch(i).num_rows for i in range(file.num_record_batches)] == [8, 8, 8, 1]
 
 
 def test_the_index_satisfies_its_reader_and_the_configuration(tmp_path: Path) -> None:
     config = settings(folder(tmp_path / "in"), tmp_path / "out", block_rows=7)
-    prepare.prepare(config)
+    conversion.prepare(config)
     index = read_index(tmp_path / "out")
     check_index(index, config)
     assert (index.block_rows, index.splits["train"].rows, index.splits["train"].positives) == (7, 2, 1)
     assert set(index.splits) == {"train", "test"}
-    assert index.ids_per_sample == dict.fromkeys(prepare.SPARSE, 1.0)
+    assert index.ids_per_sample == dict.fromkeys(criteo.SPARSE, 1.0)
 
 
 def test_only_the_features_of_the_configuration_are_written(tmp_path: Path) -> None:
@@ -322,7 +327,7 @@ def test_a_wrong_setting_is_refused_before_anything_is_written(
 ) -> None:
     source = folder(tmp_path / "in")
     with pytest.raises(ConfigError, match=message):
-        prepare.prepare(settings(**{"source": source, "path": tmp_path / "out", **changes}))
+        conversion.prepare(settings(**{"source": source, "path": tmp_path / "out", **changes}))
     assert [p.name for p in tmp_path.iterdir()] == ["in"]
 
 
@@ -354,6 +359,29 @@ def test_an_existing_target_is_refused_and_untouched(what: str, tmp_path: Path) 
     assert (out.lstat().st_ino, out.lstat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
 
 
+# Others at work.
+
+
+def test_what_a_killed_process_left_is_removed_and_never_believed(tmp_path: Path) -> None:
+    left = tmp_path / "out.tmp"
+    left.mkdir()
+    for name in ("index.json", "train-00000.arrow", "train-00001.arrow"):
+        (left / name).write_text("half")
+    (tmp_path / "out.tmp.lock").touch()
+    index = read_index(convert(folder(tmp_path / "in"), tmp_path / "out"))
+    assert {p.name for p in (tmp_path / "out").iterdir()} == {"index.json", *(f.name for f in index.files())}
+    assert {p.name for p in tmp_path.iterdir()} == {"in", "out"}
+
+
+def test_a_second_process_for_the_same_target_is_refused_and_disturbs_nothing(tmp_path: Path) -> None:
+    source = folder(tmp_path / "in")
+    with conversion._temporary(tmp_path / "out") as temporary:
+        (temporary / "mine").touch()
+        with pytest.raises(ConfigError, match="another prepare is making it; wait, or choose another"):
+            convert(source, tmp_path / "out")
+        assert (temporary / "mine").exists()
+
+
 # The command.
 
 
@@ -372,7 +400,7 @@ def test_the_command_reports_and_names_the_next_one(tmp_path: Path, capsys: pyte
     source = folder(tmp_path / "in", test=text(line("1", I1="", C1=""), line("0")))
     config = CommandConfig(data=settings(source, tmp_path / "out"))
     overrides = ["experiment=criteo_8k", f"data.source={source}", f"data.path={tmp_path / 'out'}"]
-    assert prepare.main(config, overrides) == 0
+    assert main(config, overrides) == 0
     out, err = capsys.readouterr()
     assert out.splitlines() == [
         "train 2 rows, 50.00% positive, dense 0.0% missing, sparse 0.0% missing, 26 ids a row",
@@ -380,7 +408,7 @@ def test_the_command_reports_and_names_the_next_one(tmp_path: Path, capsys: pyte
         f"data set: {tmp_path / 'out'}",
         f"next: python -m rechpc.submit experiment=criteo_8k data.path={tmp_path / 'out'}",
     ]
-    assert re.search(r"train.tsv: read 2 of 2 rows, [\d,]+ rows/s", err)
+    assert re.search(r"read 4 rows, 100%, [\d,]+ rows/s", err)
 
 
 @pytest.mark.parametrize(("bad", "status"), [("column", 1), ("setting", 2)])
@@ -397,7 +425,7 @@ def test_a_mistake_ends_the_command_with_one_line_and_its_status(bad: str, statu
 def test_a_stopped_command_leaves_nothing_that_is_in_the_way(number: signal.Signals, tmp_path: Path) -> None:
     source, out = folder(tmp_path / "in", train=text(*lines(500)) * 600), tmp_path / "out"
     process = start(source, out)
-    while not list(tmp_path.glob("out.tmp-*")):
+    while not (tmp_path / "out.tmp").exists():
         assert process.poll() is None, process.communicate()
         time.sleep(0.005)
     process.send_signal(number)

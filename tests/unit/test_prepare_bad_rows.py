@@ -7,8 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rechpc import prepare
+from rechpc.config import BadRows
+from rechpc.dataset import read_index
 from rechpc.errors import DataError, RechpcError
+from rechpc.prepare import criteo
 from tests.unit.test_prepare import (
     ROOT,
     TABLE_ROWS,
@@ -43,7 +45,6 @@ BAD_LINES = {
     "minus inside": (line(I1="1-2"), "I1='1-2'"),
     "space": (line(I13=" 5"), "I13=' 5'"),
     "integer of 33 bits": (line(I1="2147483648"), "I1='2147483648'"),
-    "the integer that stands for a missing one": (line(I1="-2147483648"), "I1='-2147483648'"),
     "integer of 37 bits": (line(I1="-99999999999"), "I1='-99999999999'"),
     "letters in front of many digits": (line(I1="x123456789"), "I1='x123456789'"),
     "endless integer": (line(I1="1" * 5000), r"I1='1+'\.\.\., expected"),
@@ -76,7 +77,7 @@ def test_a_bad_row_is_an_error_that_names_it_and_leaves_nothing(case: str, split
 @pytest.mark.parametrize("split", ["train", "test"])
 def test_a_bad_row_far_into_a_file_has_its_line_number(split: str, tmp_path: Path) -> None:
     good = text(*lines(1000))
-    copies = 1 + 2 * prepare._BLOCK_BYTES // len(good)
+    copies = 1 + 2 * criteo._BLOCK_BYTES // len(good)
     source = folder(tmp_path / "in", **{split: good * copies + text(line(I1="?")) + good})
     with pytest.raises(DataError, match=rf"{split}\.tsv, line {copies * 1000 + 1}: I1='[?]'"):
         convert(source, tmp_path / "out")
@@ -108,7 +109,7 @@ def test_one_changed_byte_is_read_as_documented_or_refused(tmp_path: Path) -> No
         else:
             got = table(convert(source, tmp_path / f"out{i}"), "test")
             assert got["label"].to_pylist() == [row[0] for row in rows]
-            ids = [list(row) for row in zip(*(got[c].to_pylist() for c in prepare.SPARSE), strict=True)]
+            ids = [list(row) for row in zip(*(got[c].to_pylist() for c in criteo.SPARSE), strict=True)]
             assert ids == [plain_ids(row, TABLE_ROWS) for row in rows]
             assert got["dense"].to_pylist() == [pytest.approx(row, abs=1e-6) for row in plain_dense(rows, train)]
     assert 50 < refused < 200
@@ -123,7 +124,7 @@ def test_stripped_trailing_tabs_are_an_error(tmp_path: Path) -> None:
 
 
 def test_a_header_is_recognised(tmp_path: Path) -> None:
-    source = folder(tmp_path / "in", train=text("\t".join(prepare.COLUMNS).encode(), line()))
+    source = folder(tmp_path / "in", train=text("\t".join(criteo.COLUMNS).encode(), line()))
     with pytest.raises(DataError, match=r"train\.tsv, line 1: label='label'.* header; remove the first line"):
         convert(source, tmp_path / "out")
 
@@ -166,3 +167,66 @@ def test_a_full_disk_is_an_error_that_leaves_nothing(tmp_path: Path) -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
     assert [p.name for p in tmp_path.iterdir()] == ["in"]
+
+
+# The policies.
+
+POLICY_LINES = {
+    "short line": (line(C25="", C26="").rstrip(b"\t"), "columns", True),
+    "long line": (line() + b"\t\t", "columns", True),
+    "long line with a value": (line() + b"\tx", "columns", False),
+    "line cut in the middle": (line().partition(b"a")[0], "columns", True),
+    "row without a label": (line(I13="7", C1="68fd1e64").partition(b"\t")[2], "columns", False),
+    "blank line": (b"", "blank line", True),
+    "header": ("\t".join(criteo.COLUMNS).encode(), "label", False),
+    "label": (line("2"), "label", False),
+    "number": (line(I3="1.5"), "number", True),
+    "hexadecimal": (line(C3="xyz"), "hexadecimal", True),
+    "NUL byte": (line(C3="a\0"), "NUL byte", True),
+    "not UTF-8": (line(C3="a\udcff"), "not UTF-8", True),
+}
+
+
+@pytest.mark.parametrize("case", POLICY_LINES)
+@pytest.mark.parametrize("policy", ["skip", "fix"])
+def test_a_bad_line_is_skipped_or_fixed_and_counted(case: str, policy: str, tmp_path: Path) -> None:
+    bad, kind, fixable = POLICY_LINES[case]
+    good = lines(20)
+    source = folder(tmp_path / "in", test=text(*good[:7], bad, *good[7:]))
+    out = convert(source, tmp_path / "out", bad_rows=BadRows(policy))
+    fixed = policy == "fix" and fixable
+    assert read_index(out).bad_rows == {f"{kind}: {'fixed' if fixed else 'skipped'}": 1}
+    labels = table(out, "test")["label"].to_pylist()
+    expected = [row[0] for row in plain_rows(text(*good))]
+    if fixed and case != "blank line":
+        expected.insert(7, 0)
+    assert labels == expected
+
+
+def test_a_header_in_the_first_line_is_skipped_as_one(tmp_path: Path) -> None:
+    source = folder(tmp_path / "in", test=text("\t".join(criteo.COLUMNS).encode(), line("1")))
+    out = convert(source, tmp_path / "out", bad_rows=BadRows.fix)
+    assert read_index(out).bad_rows == {"header: skipped": 1}
+    assert table(out, "test")["label"].to_pylist() == [1]
+
+
+def test_stripped_trailing_tabs_are_put_back(tmp_path: Path) -> None:
+    if not RAGGED.is_file():
+        pytest.skip(f"no ragged rows at {RAGGED}")
+    out = convert(RAGGED, tmp_path / "out", bad_rows=BadRows.fix)
+    assert read_index(out).bad_rows == {"columns: fixed": 498}
+    whole = b"".join(row + b"\t" * (39 - row.count(b"\t")) + b"\n" for row in RAGGED.read_bytes().splitlines())
+    rows = plain_rows(whole)
+    got = table(out, "test")
+    ids = [list(row) for row in zip(*(got[c].to_pylist() for c in criteo.SPARSE), strict=True)]
+    assert ids == [plain_ids(row, TABLE_ROWS) for row in rows[900:]]
+    assert got["dense"].to_pylist() == [pytest.approx(row, abs=1e-6) for row in plain_dense(rows, rows[:800])[900:]]
+
+
+def test_bad_lines_count_once_each_up_to_the_limit(tmp_path: Path) -> None:
+    bad = [line("2", I1="x", C1="?"), line(I1="x"), b"short"]
+    source = folder(tmp_path / "in", train=text(*bad, *lines(5)), test=text(line("3"), line()))
+    out = convert(source, tmp_path / "out", bad_rows=BadRows.skip, max_bad_rows=4)
+    assert read_index(out).bad_rows == {"columns: skipped": 1, "label: skipped": 2, "number: skipped": 1}
+    with pytest.raises(DataError, match=r"more bad rows than data.max_bad_rows=3 .*test\.tsv, line 1: label='3'"):
+        convert(source, tmp_path / "other", bad_rows=BadRows.skip, max_bad_rows=3)

@@ -63,6 +63,7 @@ def make(tmp_path):
             record(0, 0, 16.5, resumed_at_step=0)
             + record(0, 10, 20.5, loss=loss + 0.2, **values)
             + record(0, 20, 25.5, loss=loss + 0.1, **values)
+            + record(0, 20, 29.5, checkpoint_step=20, checkpoint_stall_s=0.2)
             + record(0, 25, 32.5, loss=9.0, **values)
             + record(1, 20, 65.5, resumed_at_step=20)
             + record(1, 30, 75.5, loss=loss, **values)
@@ -115,6 +116,13 @@ def test_the_life_of_a_run_has_its_waits_its_phases_and_its_lost_work(make):
         (1, "training", 65.5, 85.5),
         (1, "evaluating", 85.5, 90.5),
     ]
+
+
+def test_training_beside_a_save_that_never_ended_is_lost_too(make):
+    run = make("a1")
+    text = run.metrics_path.read_text()
+    run.metrics_path.write_text("".join(line for line in text.splitlines(True) if "checkpoint_step" not in line))
+    assert [s.phase for s in lived(run) if s.attempt == 0][3:] == ["lost", "saving", "lost"]
 
 
 def test_goodput_is_training_that_counts_over_all_time(make):
@@ -202,5 +210,5 @@ def test_json_has_the_numbers_of_the_page(sweep, command, tmp_path):
     facts = json.loads(command(tmp_path / "sweep", "--json")[1])
     assert [f["swept"] for f in facts] == [{"seed": "1"}, {"seed": "2"}]
     assert facts[0]["objective"] == 0.795
-    assert [r["step"] for r in facts[0]["metrics"]] == [0, 10, 20, 20, 30, 40]
+    assert [r["step"] for r in facts[0]["metrics"]] == [0, 10, 20, 20, 20, 30, 40]
     assert facts[0]["life"][5]["phase"] == "lost"

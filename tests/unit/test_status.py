@@ -59,6 +59,13 @@ TRAINING = {"phase": "training", "step": 120, "total_steps": 400, "samples_per_s
 TRAINING |= {"seconds_left": 12.3}
 
 
+def test_a_run_that_waits_for_data_says_so(run):
+    began(run, "1.0", **TRAINING)
+    assert "waiting" not in status.progress(status.read_status(run))
+    began(run, "2.0", **TRAINING, data_wait_share=0.347)
+    assert "31,200 samples/s  35% of the time waiting for data  loss" in status.progress(status.read_status(run))
+
+
 def test_a_submitted_run_is_queued_until_its_attempt_begins(run, live_pid):
     submitted(run, pid=live_pid)
     assert status.read_status(run).state == State.queued

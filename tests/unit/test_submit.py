@@ -111,6 +111,7 @@ def test_a_slurm_dry_run_shows_the_batch_script_and_the_container(command):
         ("job.signal_lead_s=90000", ["job.signal_lead_s=90000", "86400 s of job.time_limit_min=1440"]),
         ("data=criteo_kaggle", ["data.path=null", "rechpc.prepare"]),
         ("experiment=criteo_8k data.path=nothing", ["data.path=", "/nothing", "no index.json"]),
+        ("checkpoint.init_from=nothing", ["checkpoint.init_from=/", "/nothing: expected a checkpoint, or a run"]),
         ("resume=nothing", ["nothing", "not a run directory"]),
         ("runs_root=a%b", ["runs_root=", "'%'"]),
     ],
@@ -155,16 +156,17 @@ def test_a_job_of_slurm_is_not_written_where_other_nodes_cannot_see_it(command, 
     [(50, 9, ["trainer.global_batch=96", "50 samples"]), (200, 0, ["test split is empty"]), (200, 9, [])],
 )
 def test_a_prepared_data_set_is_checked_on_the_login_node(command, make_config, train_rows, test_rows, words):
-    sparse = {f.name: f.rows for f in make_config("experiment=criteo_8k").data.sparse}
+    data = make_config("experiment=criteo_8k").data
     Path("data").mkdir()
     splits = {}
     for name, rows in {"train": train_rows, "test": test_rows}.items():
         Path(f"data/{name}.arrow").write_bytes(b"x")
         files = [DataFile(name=f"{name}.arrow", rows=rows, size_bytes=1, sha256="")] if rows else []
         splits[name] = Split(files=files, positives=1)
-    dense = [f"I{i}" for i in range(1, 14)]
-    shared = {"block_rows": 10, "dense": dense, "ids_per_sample": {}, "dense_transform": {}}
-    write_index(Path("data"), Index(sparse_rows=sparse, splits=splits, **shared))
+    facts = {"sparse_rows": {f.name: f.rows for f in data.sparse}, "mappings": data.mappings(), "dense": data.dense}
+    empty = ("ids_per_sample", "id_range", "dense_transform", "dense_statistics", "vocabularies", "bad_rows")
+    facts |= {key: {} for key in empty}
+    write_index(Path("data"), Index(block_rows=10, splits=splits, **facts))
     code, out, err = command("experiment=criteo_8k", "trainer.global_batch=96", "data.path=data", "dry_run=true")
     assert code == (2 if words else 0)
     assert all(word in err for word in words)
