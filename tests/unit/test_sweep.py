@@ -25,7 +25,7 @@ SLURM = ("cluster=slurm", "job.nodes=2", "sweep.dir=sweep")
 SBATCH = """
 case "$*" in *--test-only*) exit 0;; esac
 n=$(ls submitted 2>/dev/null | wc -l); mkdir -p submitted; cat > submitted/$n; echo $((101 + n))"""
-SQUEUE = "echo 'JOBID|STATE|REASON'; cat queue 2>/dev/null"
+SQUEUE = "echo 'JOBID|STATE|REASON'; cat queue 2>/dev/null; true"
 
 
 @pytest.fixture
