@@ -20,7 +20,7 @@ from rechpc import table
 from rechpc.errors import ConfigError, RechpcError
 from rechpc.life import Span, goodput, life
 from rechpc.rundir import RunDir, read_json, write_text
-from rechpc.state import duration
+from rechpc.state import duration, shown
 
 _CURVES = {
     "loss": "loss",
@@ -109,7 +109,7 @@ def page(tables: Sequence[table.Table], stories: Sequence[Story]) -> str:
     sections["Configuration"] = _compared(configs)
     sections["Environment"] = _compared({s.name: _flat(read_json(s.run.provenance_path) or {}) for s in stories})
     body = "".join(f"<section><h2>{html.escape(name)}</h2>{text}</section>" for name, text in sections.items() if text)
-    title = html.escape(", ".join(str(one.path) for one in tables))
+    title = html.escape(", ".join(shown(one.path) for one in tables))
     summary = html.escape("; ".join(one.summary() for one in tables))
     return _PAGE.format(title=title, summary=summary, plotly=_plotly().offline.get_plotlyjs(), sections=body)
 
