@@ -12,7 +12,7 @@ PACKAGE = ROOT / "rechpc"
 ONLY = {
     "hydra": {"compose.py"},
     "submitit": {"host/slurm.py"},
-    "torchrec.distributed.planner": {"rank/sharding.py"},
+    "torchrec.distributed.planner": {"rank/planning.py"},
     "polars": {"prepare.py"},
     "pyarrow": {"prepare.py", "rank/data.py"},
 }
