@@ -30,6 +30,7 @@ from torchrec.distributed.planner.types import (
     Storage,
 )
 from torchrec.distributed.types import CacheParams, ParameterSharding
+from torchrec.modules.embedding_configs import DataType
 
 from rechpc import memory, topology
 from rechpc.config import Device, Kernel, Precision, RunConfig, ShardingType, SparseOptimizer, Table, TablePrecision
@@ -79,7 +80,7 @@ def make_plan(model: WeightedLoss, config: RunConfig) -> Plan:
     dense_params = sum(p.numel() for name, p in model.named_parameters() if ".embedding_bags." not in name)
     dense_bytes = memory.dense_bytes(config, dense_params)
     table_bytes = max(0, (memory.capacity_bytes(config) or topology.of(config).host_memory_bytes) - dense_bytes)
-    place = _torchrec_topology(config, table_bytes)
+    place = torchrec_topology(config, table_bytes)
     pooling = pooling_factors(config)
     constraints = {t.name: _constraint(t, config, pooling, table_bytes) for t in tables.values()}
     local_batch = config.trainer.global_batch // config.world_size
@@ -118,7 +119,8 @@ def make_plan(model: WeightedLoss, config: RunConfig) -> Plan:
     }
 
 
-def _torchrec_topology(config: RunConfig, table_bytes: int) -> Topology:
+def torchrec_topology(config: RunConfig, table_bytes: int) -> Topology:
+    """The hardware in TorchRec's words, nothing left to its defaults; `table_bytes` are free for tables on a rank."""
     hardware = topology.of(config)
     on_gpu = hardware.device is Device.cuda
     # TorchRec counts in bytes per millisecond.
@@ -165,6 +167,7 @@ def _constraint(table: Table, config: RunConfig, pooling: dict[str, float], tabl
         compute_kernels=[*(str(k) for k in chosen.kernels), "dense"],  # dense: the kernel of data_parallel alone
         min_partition=width if COLUMN_CUT & set(types) else None,
         pooling_factors=[pooling[f.name] for f in table.features],
+        output_dtype=DataType.FP32,  # whatever the precision of the table
         cache_params=CacheParams(load_factor=chosen.cache_load_factor)
         if Kernel.fused_uvm_caching in chosen.kernels
         else None,
