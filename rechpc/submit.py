@@ -211,7 +211,8 @@ def _resumed(run: RunDir, command: CommandConfig, overrides: list[str]) -> RunCo
     config = load(run.config_path)
     problems = []
     for override in overrides:
-        key = override.partition("=")[0].lstrip("+")
+        key = override.partition("=")[0]
+        key = key if key != "+sharding.tables" else key[1:]  # the only one that needs the plus
         if key in ("resume", "dry_run", "wait", "stage", "force"):
             continue
         if _RESUMABLE.fullmatch(key):

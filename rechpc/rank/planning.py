@@ -354,9 +354,10 @@ def _changes(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
     def changed(section: str, **values: Any) -> RunConfig:
         return dataclasses.replace(config, **{section: dataclasses.replace(getattr(config, section), **values)})
 
-    if config.sharding.type is not ShardingType.auto or config.sharding.tables:
-        yield "sharding=auto sharding.tables={}", changed("sharding", type=ShardingType.auto, tables={})
-    yield "sharding=row_wise", changed("sharding", type=ShardingType.row_wise, tables={})
+    without = " sharding.tables={}" if config.sharding.tables else ""
+    for kind in (ShardingType.auto, ShardingType.row_wise):
+        if config.sharding.type is not kind or without:
+            yield f"sharding={kind}{without}", changed("sharding", type=kind, tables={})
     rowwise, half = {"sparse": SparseOptimizer.rowwise_adagrad}, {"table_precision": TablePrecision.fp16}
     if config.optimizer.sparse is SparseOptimizer.adagrad:
         yield "optimizer.sparse=rowwise_adagrad", changed("optimizer", **rowwise)
