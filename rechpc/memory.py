@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from rechpc import topology
 from rechpc.config import (
+    ClusterConfig,
     DenseOptimizer,
     Device,
     Interaction,
@@ -78,15 +79,19 @@ def dense_bytes(config: RunConfig, params: int) -> int:
     return _FLOAT_BYTES * (params * (3 + dense_state_floats(config)) + 2 * local_batch * widths)
 
 
-def check(config: RunConfig) -> None:
-    """Raise ConfigError for tables that cannot fit, whatever the plan; what passes may still not fit."""
-    cluster, sharding = config.cluster, config.sharding
+def check_known(cluster: ClusterConfig) -> None:
+    """Raise ConfigError for a GPU of which nothing is said."""
     if cluster.device is Device.cuda and not cluster.hbm_gib:
         raise ConfigError(
             "cluster.hbm_gib=0: cluster.device=cuda needs the hardware of a GPU; choose cluster=mi300x or another of "
             "conf/cluster, or set cluster.hbm_gib, .hbm_gb_per_s, .intra_node_gb_per_s and .inter_node_gb_per_s"
         )
-    capacity, found = capacity_bytes(config), tables(config)
+
+
+def check(config: RunConfig) -> None:
+    """Raise ConfigError for tables that cannot fit, whatever the plan; what passes may still not fit."""
+    check_known(config.cluster)
+    sharding, capacity, found = config.sharding, capacity_bytes(config), tables(config)
     behind_gpu = {sharding.kernel, *(k for chosen in sharding.tables.values() for k in chosen.kernels)}
     if capacity is None or behind_gpu != {Kernel.fused}:
         return

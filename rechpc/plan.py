@@ -36,7 +36,8 @@ def main(command: CommandConfig, overrides: list[str]) -> int:
     (answer,) = planner.answers([command])
     if "error" in answer:
         print(answer["error"])
-        print("\n".join(f"fits with   {change}" for change in answer["advice"]) or "none of the usual changes fits")
+        for change in answer["advice"]:
+            print(f"fits with   {change}")
         return ConfigError.exit_status
     if command.out:
         write_json(Path(command.out), answer["plan"])

@@ -3,11 +3,13 @@
 `rechpc.rank.planning` makes plans; nothing here needs torch.
 """
 
+import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
 from rechpc import memory
-from rechpc.config import DataKind, Device, Kernel, RunConfig
+from rechpc.config import DataKind, Device, Kernel, RunConfig, ShardingType
 from rechpc.dataset import read_index
 
 Plan = dict[str, Any]
@@ -37,7 +39,7 @@ def made_for(config: RunConfig) -> dict[str, Any]:
         "device": str(cluster.device),
         "hardware": {
             name: getattr(cluster, name)
-            for name in cluster.__slots__
+            for name in (f.name for f in dataclasses.fields(cluster))
             if name.endswith(("_gib", "_gb_per_s")) or name == "gpu_arch"
         },
         "global_batch": config.trainer.global_batch,
@@ -51,13 +53,7 @@ def made_for(config: RunConfig) -> dict[str, Any]:
 
 def _plain(section: Any) -> Any:
     """A section of the configuration as JSON would give it back."""
-    if hasattr(section, "__slots__") and not isinstance(section, str):
-        return {name: _plain(getattr(section, name)) for name in section.__slots__}
-    if isinstance(section, dict):
-        return {str(key): _plain(value) for key, value in section.items()}
-    if isinstance(section, list):
-        return [_plain(value) for value in section]
-    return str(section) if isinstance(section, str) else section
+    return json.loads(json.dumps(dataclasses.asdict(section)))
 
 
 def step_ms(plan: Plan, config: RunConfig) -> dict[str, float]:
@@ -80,10 +76,8 @@ def roofline_samples_per_s(plan: Plan, config: RunConfig) -> dict[str, float]:
     """
     c, ranks = config.cluster, config.world_size
     ids, dim = sum(pooling_factors(config).values()), config.model.embedding_dim
-    row = memory.weight_bytes(config, 1, dim)
-    state = memory.state_bytes(config, 1, dim)
-    on_gpu = c.device is Device.cuda
-    bandwidth = c.hbm_gb_per_s if on_gpu else c.host_memory_gb_per_s
+    row, state = memory.weight_bytes(config, 1, dim), memory.state_bytes(config, 1, dim)
+    bandwidth = c.hbm_gb_per_s if c.device is Device.cuda else c.host_memory_gb_per_s
     pooled = 2 * 4 * dim * len(config.data.sparse)
     links = {"intra-node": (c.intra_node_gb_per_s, config.ranks_per_node - 1)}
     if config.job.nodes > 1:
@@ -99,27 +93,12 @@ def roofline_samples_per_s(plan: Plan, config: RunConfig) -> dict[str, float]:
     }
 
 
-def checkpoint_bytes(plan: Plan, config: RunConfig) -> int:
-    """Weights and optimizer state, each once."""
-    states = memory.dense_state_floats(config)
-    dense: int = 4 * plan["dense_params"] * (1 + states)
-    return dense + sum(t.total_bytes for t in memory.tables(config))
-
-
-def fullest(plan: Plan, config: RunConfig) -> tuple[int, float]:
-    """The rank with the least memory left, and the share of its device's memory that it needs without the reserve."""
-    key = "hbm_bytes" if config.cluster.device is Device.cuda else "host_bytes"
-    used = [rank[key] for rank in plan["ranks"]]
-    return used.index(max(used)), (max(used) + plan["dense_bytes"]) / (
-        plan["table_bytes_per_rank"] + plan["dense_bytes"]
-    )
-
-
 def summary(plan: Plan, config: RunConfig) -> str:
     """One line: does it fit, how fast, what limits."""
     times = step_ms(plan, config)
     total, slowest = sum(times.values()), max(times, key=lambda name: times[name])
-    _, share = fullest(plan, config)
+    used = max(rank[_device_key(config)] for rank in plan["ranks"]) + plan["dense_bytes"]
+    share = used / (plan["table_bytes_per_rank"] + plan["dense_bytes"])
     return (
         f"{config.job.nodes:>4} nodes {config.world_size:>5} ranks  fits, fullest at {share:4.0%} of its budget  "
         f"step {total:8.2f} ms  {config.trainer.global_batch / total / 1e3:8.2f} M samples/s estimated, "
@@ -132,7 +111,8 @@ def render(plan: Plan, config: RunConfig) -> str:
     cluster = config.cluster
     hardware = f"{cluster.gpu_arch or 'GPU'} with {cluster.hbm_gib:g} GiB" if cluster.device is Device.cuda else "CPU"
     times, ceiling = step_ms(plan, config), roofline_samples_per_s(plan, config)
-    saved = checkpoint_bytes(plan, config)
+    sizes = {t.name: t.total_bytes for t in memory.tables(config)}
+    saved = sum(sizes.values()) + 4 * plan["dense_params"] * (1 + memory.dense_state_floats(config))
     save_s = saved / config.job.nodes / cluster.storage_gb_per_s / 1e9
     limit = min(ceiling, key=lambda name: ceiling[name])
     lines = [
@@ -152,8 +132,13 @@ def render(plan: Plan, config: RunConfig) -> str:
             "note: tables in host memory (UVM) are experimental on ROCm: FBGEMM tests them on NVIDIA GPUs only, and "
             "every miss of the cache crosses the link to the host"
         )
+    asked = {name: config.sharding.of(name).types for name in plan["tables"]}
+    whole = [n for n, t in plan["tables"].items() if t["type"] not in asked[n] and ShardingType.auto not in asked[n]]
+    if whole:
+        lines.append(
+            f"note: {len(whole)} tables are table_wise, for some rank would get no row: {', '.join(whole[:9])}"
+        )
     lines += ["", f"{'table':24} {'rows':>13} {'dim':>4} {'bytes':>10}  {'sharding':14} {'kernel':17} ranks"]
-    sizes = {t.name: t.total_bytes for t in memory.tables(config)}
     for name, table in plan["tables"].items():
         ranks = [s["rank"] for s in table["shards"]] or ["all"]
         lines.append(
@@ -163,12 +148,16 @@ def render(plan: Plan, config: RunConfig) -> str:
     return "\n".join(line.rstrip() for line in lines) + "\n"
 
 
+def _device_key(config: RunConfig) -> str:
+    """Where the plan says what a rank takes of the memory of its device."""
+    return "hbm_bytes" if config.cluster.device is Device.cuda else "host_bytes"
+
+
 def _rank_lines(plan: Plan, config: RunConfig) -> list[str]:
     """Memory and time of every rank, or of the extremes and the mean where there are many."""
-    ranks, on_gpu = plan["ranks"], config.cluster.device is Device.cuda
-    key = "hbm_bytes" if on_gpu else "host_bytes"
+    ranks, key = plan["ranks"], _device_key(config)
     capacity = plan["table_bytes_per_rank"] + plan["dense_bytes"]
-    reserve = int(config.cluster.hbm_gib * (1 << 30)) - capacity if on_gpu else 0
+    reserve = int(config.cluster.hbm_gib * (1 << 30)) - capacity if config.cluster.device is Device.cuda else 0
     mean = {k: sum(r[k] for r in ranks) / len(ranks) for k in ranks[0]}
     rows = {str(i): r for i, r in enumerate(ranks)}
     if len(ranks) > _MOST_RANKS:
