@@ -102,12 +102,12 @@ def torchrec_search(config: RunConfig) -> str:
 
 def skewed() -> RunConfig:
     """Tables of one size, whose ids in a sample follow a power law in an order of chance."""
-    ids = [max(1, 40 // n) for n in range(1, 17)]
+    ids = [200 // n for n in range(1, 17)]
     random.Random(0).shuffle(ids)
     sparse = ", ".join(f"{{name: f{i}, rows: 20_000, ids_per_sample: {n}}}" for i, n in enumerate(ids))
     return config_of(
-        f"data.sparse=[{sparse}]", f"job.ranks_per_node={RANKS}", "sharding=table_wise", "trainer.global_batch=1024",
-        "model.embedding_dim=64", "model.dense_layers=[64,64]", "data.synthetic.train_rows=32768",
+        f"data.sparse=[{sparse}]", f"job.ranks_per_node={RANKS}", "sharding=table_wise", "trainer.global_batch=256",
+        "model.embedding_dim=64", "model.dense_layers=[64,64]", "data.synthetic.train_rows=8192",
     )  # fmt: skip
 
 

@@ -1,5 +1,6 @@
 """`python -m rechpc.plan`: does a run fit, where do its tables go, how long is a step, and what to change if not."""
 
+import sys
 from pathlib import Path
 
 from rechpc import compose
@@ -63,4 +64,7 @@ def compare(runs: list[tuple[str, CommandConfig | ConfigError]]) -> int:
 
 
 if __name__ == "__main__":
-    compose.run(main, HELP, sweep=compare)
+    try:
+        compose.run(main, HELP, sweep=compare)
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -31,11 +31,14 @@ _CODE = Path(__file__).resolve().parents[2]
 _TIMEOUT_S = 900.0
 
 
+def _torch_here() -> bool:
+    return all(importlib.util.find_spec(name) for name in ("torch", "torchrec", "fbgemm_gpu"))
+
+
 def has_torch(config: RunConfig) -> bool:
     """Whether plans can be made on this machine: with this Python, or in the run's image."""
-    if all(importlib.util.find_spec(name) for name in ("torch", "torchrec", "fbgemm_gpu")):
-        return True
-    return config.container.runtime is ContainerRuntime.apptainer and shutil.which("apptainer") is not None
+    image = config.container.runtime is ContainerRuntime.apptainer and shutil.which("apptainer") is not None
+    return _torch_here() or image
 
 
 def answers(configs: Sequence[RunConfig]) -> list[Answer]:
@@ -43,17 +46,17 @@ def answers(configs: Sequence[RunConfig]) -> list[Answer]:
 
     Raises ConfigError where there is no torch, and LaunchError when the child fails.
     """
-    cached = {_key(config): Path.home() / ".cache/rechpc/plans" / f"{_key(config)}.json" for config in configs}
-    asked = {_key(config): config for config in configs if not cached[_key(config)].exists()}
+    cache = Path.home() / ".cache/rechpc/plans"
+    keys = [_key(config) for config in configs]
+    found = {key: answer for key in keys if (answer := read_json(cache / f"{key}.json"))}
+    asked = {key: config for key, config in zip(keys, configs, strict=True) if key not in found}
     if asked:
-        where = "this Python" if importlib.util.find_spec("torch") else str(configs[0].container.image)
-        print(f"planning {len(asked)} run(s) with the torch of {where} ...", file=sys.stderr, flush=True)
         for key, answer in _ask(asked).items():
+            found[key] = answer
             with contextlib.suppress(OSError):  # a home that cannot be written to costs time only
-                cached[key].parent.mkdir(parents=True, exist_ok=True)
-                write_json(cached[key], answer)
-            asked[key] = answer  # type: ignore[assignment]
-    return [asked.get(_key(c)) or read_json(cached[_key(c)]) for c in configs]  # type: ignore[misc]
+                cache.mkdir(parents=True, exist_ok=True)
+                write_json(cache / f"{key}.json", answer)
+    return [found[key] for key in keys]
 
 
 def _key(config: RunConfig) -> str:
@@ -72,23 +75,28 @@ def _ask(asked: dict[str, RunConfig]) -> dict[str, Answer]:
             "rechpc.plan needs torch, torchrec and fbgemm_gpu: run it with a Python that has them, or give "
             "container=apptainer container.image=IMAGE.sif on a machine with apptainer"
         )
+    where = "this Python" if _torch_here() else str(first.container.image)
+    print(f"planning {len(asked)} run(s) with the torch of {where} ...", file=sys.stderr, flush=True)
     with tempfile.TemporaryDirectory(prefix="rechpc-plan-") as directory:
         for key, config in asked.items():
             (Path(directory) / f"{key}.yaml").write_text(dump(_absolute(config)))
-        done = subprocess.run(
-            _command(first, directory), capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
-        )
-        found = {key: read_json(Path(directory) / f"{key}.json") for key in asked}
-    if done.returncode or None in found.values():
+        try:
+            done = subprocess.run(
+                _command(first, directory), capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
+            )
+        except subprocess.TimeoutExpired as error:
+            raise LaunchError(f"the planner took longer than {_TIMEOUT_S:g} s; plan fewer runs at once") from error
+        found = {key: answer for key in asked if (answer := read_json(Path(directory) / f"{key}.json"))}
+    if done.returncode or len(found) < len(asked):
         last = (done.stderr.strip().splitlines() or ["no output"])[-1]
         raise LaunchError(f"the planner failed with exit status {done.returncode}: {last}")
-    return found  # type: ignore[return-value]
+    return found
 
 
 def _command(config: RunConfig, directory: str) -> list[str]:
     module = ["-m", "rechpc.rank.planning", directory]
     env = {"PYTHONPATH": str(_CODE), "PYTHONNOUSERSITE": "1", "PYTHONSAFEPATH": "1"}
-    if importlib.util.find_spec("torch"):
+    if _torch_here():
         return ["env", *(f"{name}={value}" for name, value in env.items()), sys.executable, *module]
     binds = [str(_CODE), directory, *([str(Path(config.data.path).absolute())] if config.data.path else [])]
     return container.argv(config.container, ["python", *module], env=env, binds=binds, gpu=False)

@@ -142,6 +142,26 @@ def test_two_nodes_of_two_ranks_learn_what_one_rank_learns(sharding, tmp_path):
         np.testing.assert_allclose(trained[name], values, rtol=1e-4, atol=1e-6, err_msg=name)
 
 
+@pytest.mark.parametrize(
+    "half",
+    [
+        ["sharding=row_wise", "sharding.forward_precision=fp16", "sharding.backward_precision=fp16"],
+        ["sharding=table_wise", "model.table_precision=fp16"],
+    ],
+    ids=["on the wire", "of the tables"],
+)
+def test_half_precision_learns_nearly_the_same(ranks, tmp_path, half):
+    values = ["optimizer=sgd", "optimizer.learning_rate=5", "optimizer.dense_learning_rate=0.1"]
+    curves = [
+        np.mean(
+            [f[0] for f in ranks(2, losses, tiny(*values, *more, world_size=2), RunDir.create(tmp_path, "run"))], axis=0
+        )
+        for more in (["sharding=table_wise"], half)
+    ]
+    assert (curves[0] != curves[1]).any()
+    np.testing.assert_allclose(curves[1], curves[0], rtol=2e-3)
+
+
 # What the planner is told, and what it says.
 
 
