@@ -353,7 +353,7 @@ def _changes(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
     def changed(section: str, **values: Any) -> RunConfig:
         return dataclasses.replace(config, **{section: dataclasses.replace(getattr(config, section), **values)})
 
-    without = " sharding.tables={}" if config.sharding.tables else ""
+    without = " without sharding.tables" if config.sharding.tables else ""
     for kind in (ShardingType.auto, ShardingType.row_wise):
         if config.sharding.type is not kind or without:
             yield f"sharding={kind}{without}", changed("sharding", type=kind, tables={})
