@@ -13,7 +13,7 @@ PREPARE = {f"prepare/{name}.py" for name in ("convert", "criteo", "features", "r
 ONLY = {
     "hydra": {"compose.py"},
     "submitit": {"host/slurm.py"},
-    "torchrec.distributed.planner": {"rank/sharding.py"},
+    "torchrec.distributed.planner": {"rank/planning.py"},
     "polars": PREPARE,
     "pyarrow": {"rank/data.py", *PREPARE} - {"prepare/criteo.py"},
 }
