@@ -4,6 +4,7 @@ Every entry that takes overrides is `compose.run(main, help_text)`. A user's mis
 problem and exit status 2, before anything is on disk.
 """
 
+import itertools
 import os
 import re
 import sys
@@ -15,6 +16,7 @@ from typing import Protocol
 import hydra
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -46,18 +48,30 @@ class Launch(Protocol):
         ...
 
 
+Each = list[tuple[str, CommandConfig | ConfigError]]
+"""Runs by what tells them apart, each composed or refused."""
+
+
 def run(
-    main: Callable[[CommandConfig, list[str]], int], help_text: str, sweep: Callable[[], Launch] | None = None
+    main: Callable[[CommandConfig, list[str]], int],
+    help_text: str,
+    *,
+    sweep: Callable[[], Launch] | None = None,
+    each: Callable[[Each], int] | None = None,
 ) -> None:
     """Compose the configuration from sys.argv, call `main` with it and the overrides, and exit with its status.
 
-    With -m every batch of combinations goes to what `sweep` makes, whose `status` is the exit status.
+    With -m every batch of combinations goes to what `sweep` makes, whose `status` is the exit status, or all
+    combinations of the values that are separated by commas go to `each`.
     """
     if {"-h", "--help"} & set(sys.argv[1:]):
         print(f"{help_text.strip()}\n\n{_groups()}")
         sys.exit(0)
     try:
-        if {"-m", "--multirun"} & set(sys.argv[1:]):
+        multirun = {"-m", "--multirun"}
+        if multirun & set(sys.argv[1:]):
+            if each is not None:
+                sys.exit(each(_expanded([a for a in sys.argv[1:] if a not in multirun])))
             if sweep is None:
                 raise ConfigError("--multirun: this command takes one configuration; sweeps go to rechpc.submit")
             launch = sweep()
@@ -94,6 +108,26 @@ def _hydra_main(main: Callable[[CommandConfig, list[str]], int], launch: Launch 
     if failure:
         raise failure
     return status
+
+
+def _expanded(arguments: list[str]) -> Each:
+    ConfigStore.instance().store(name="schema", node=CommandConfig)
+    try:
+        with hydra.initialize_config_dir(str(CONF_PATH), version_base="1.3"):
+            overrides = OverridesParser.create().parse_overrides(arguments)
+            swept = [o for o in overrides if o.is_sweep_override()]
+            fixed = [str(o.input_line) for o in overrides if o not in swept]
+            choices = [[f"{o.get_key_element()}={value}" for value in o.sweep_string_iterator()] for o in swept]
+            found: Each = []
+            for combination in itertools.product(*choices):
+                raw = hydra.compose("config", [*fixed, *combination])
+                try:
+                    found.append((" ".join(combination), typed(raw)))
+                except ConfigError as error:
+                    found.append((" ".join(combination), error))
+            return found
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(explain_hydra(error)) from error
 
 
 def typed(raw: DictConfig) -> CommandConfig:

@@ -4,8 +4,9 @@ Hydra composes `conf/` against these classes on the login node; `rechpc.rules` s
 Must not know anything else.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
+from fnmatch import fnmatchcase
 from typing import Any
 
 from omegaconf import MISSING
@@ -59,7 +60,32 @@ class ShardingType(StrEnum):
     table_wise = "table_wise"
     column_wise = "column_wise"
     row_wise = "row_wise"
+    table_row_wise = "table_row_wise"
+    grid_shard = "grid_shard"
     data_parallel = "data_parallel"
+
+
+class Kernel(StrEnum):
+    """Where FBGEMM keeps a table; TorchRec's names. The last two keep it in host memory, behind the GPU."""
+
+    fused = "fused"
+    fused_uvm = "fused_uvm"
+    fused_uvm_caching = "fused_uvm_caching"
+
+
+class Precision(StrEnum):
+    """Of what ranks send to each other; TorchRec's names."""
+
+    fp32 = "fp32"
+    fp16 = "fp16"
+    bf16 = "bf16"
+    fp8 = "fp8"
+    int8 = "int8"
+
+
+class TablePrecision(StrEnum):
+    fp32 = "fp32"
+    fp16 = "fp16"
 
 
 class DataKind(StrEnum):
@@ -129,12 +155,16 @@ class ClusterConfig:
     device: Device = option(MISSING, "cpu, or cuda (also the name of a ROCm GPU in torch)")
     ranks_per_node: int | None = option(None, "ranks a node always has (its GPUs); null: the job decides", low=1)
     gpu_request: GpuRequest = option(GpuRequest.none, "option of sbatch that asks for a GPU for each rank")
+    gpu_arch: str | None = option(None, "GPU to plan for, as gfx942 or sm_90; a run stops on any other; null: any")
     hbm_gib: float = option(0.0, "memory of one GPU; 0 on a CPU", low=0)
     host_memory_gib: float | None = option(None, "memory of one node; null: detected where the ranks run", low=1)
     hbm_gb_per_s: float = option(1.0, "bandwidth of one GPU's memory", low=0.001)
     host_memory_gb_per_s: float = option(16.0, "bandwidth of a rank's share of host memory", low=0.001)
     intra_node_gb_per_s: float = option(0.5, "bandwidth of a rank to the others of its node", low=0.001)
     inter_node_gb_per_s: float = option(0.5, "bandwidth of a rank to other nodes", low=0.001)
+    host_to_gpu_gb_per_s: float = option(32.0, "bandwidth of a GPU to host memory, for tables kept there", low=0.001)
+    dense_tflops: float = option(0.1, "peak of one rank in float32 matrix products, for the roofline", low=0.001)
+    storage_gb_per_s: float = option(1.0, "what one node writes to runs_root, for the time of a save", low=0.001)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -181,6 +211,7 @@ class ModelConfig:
     """Shape of a DLRM (https://arxiv.org/abs/1906.00091) or DLRM-DCNv2 (https://arxiv.org/abs/2008.13535)."""
 
     embedding_dim: int = option(MISSING, "columns of every table, a multiple of 4", low=4)
+    table_precision: TablePrecision = option(TablePrecision.fp32, "of the weights of tables; optimizer state is fp32")
     dense_layers: list[int] = option([], "widths of the bottom MLP; the last is embedding_dim", low=1)
     over_layers: list[int] = option([], "widths of the top MLP; the last is 1", low=1)
     interaction: Interaction = option(MISSING, "dot (DLRM) or dcn (low-rank cross network)")
@@ -189,11 +220,39 @@ class ModelConfig:
 
 
 @dataclass(kw_only=True, slots=True)
+class TableSharding:
+    """What the planner may do with some tables; null and [] leave it to the keys of all tables."""
+
+    types: list[ShardingType] = option([], "sharding types to choose from")
+    kernels: list[Kernel] = option([], "kernels to choose from")
+    column_width: int | None = option(None, "columns of a column shard", low=4)
+    cache_load_factor: float | None = option(None, "share of the rows that fused_uvm_caching caches", low=0.001, high=1)
+
+
+@dataclass(kw_only=True, slots=True)
 class ShardingConfig:
     """How tables are spread over ranks."""
 
     type: ShardingType = option(ShardingType.auto, "sharding type of every table, or auto")
+    kernel: Kernel = option(Kernel.fused, "kernel of every table (data_parallel tables have one of their own)")
+    column_width: int | None = option(None, "columns of a column shard; null: an even split, 32 or more", low=4)
+    cache_load_factor: float = option(0.2, "share of the rows that fused_uvm_caching caches", low=0.001, high=1)
+    tables: dict[str, TableSharding] = option({}, "the same for tables by pattern, as {t_cat_2*: {types: [row_wise]}}")
+    forward_precision: Precision = option(Precision.fp32, "of pooled embeddings on their way between ranks")
+    backward_precision: Precision = option(Precision.fp32, "of their gradients")
     reserve: float = option(0.15, "share of GPU memory kept free of tables", low=0, high=0.95)
+
+    def of(self, table: str) -> TableSharding:
+        """What holds for a table: of every key the last pattern that matches the name and sets it, else that of all."""
+        found = TableSharding(
+            types=[self.type], kernels=[self.kernel],
+            column_width=self.column_width, cache_load_factor=self.cache_load_factor,
+        )  # fmt: skip
+        for pattern, chosen in self.tables.items():
+            if fnmatchcase(table, pattern):
+                set_here = {f.name: v for f in fields(chosen) if (v := getattr(chosen, f.name))}
+                found = replace(found, **set_here)
+        return found
 
 
 @dataclass(kw_only=True, slots=True)
@@ -364,3 +423,5 @@ class CommandConfig(RunConfig):
     stage: bool = option(False, "write the run directory and submit nothing, for slurm/*.sbatch")
     wait: bool = option(False, "follow a Slurm job to its end; a local run is always followed")
     sweep: SweepConfig = field(default_factory=SweepConfig)
+    force: bool = option(False, "submit although no plan fits")
+    out: str | None = option(None, "rechpc.plan: where to write plan.json too")

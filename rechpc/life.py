@@ -11,7 +11,7 @@ from typing import Any
 
 from rechpc.rundir import AttemptDir, RunDir, read_json
 
-_PHASES = {"planning": "starting", "restoring": "starting"}
+_PHASES = {"checking": "starting", "planning": "starting", "restoring": "starting"}  # a phase's first word
 _LINE = re.compile(r"^(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d),(\d{3}) .*?(?:phase=(\w+)|(resumed_at_step)=|$)")
 _ZONE_S = 900  # time zones differ by quarters of an hour
 

@@ -6,7 +6,20 @@ The planner's answer (`plan.json`) also knows buffers and needs torch; this one 
 from dataclasses import dataclass
 
 from rechpc import topology
-from rechpc.config import Device, Launcher, RunConfig, ShardingType, SparseOptimizer
+from rechpc.config import (
+    ClusterConfig,
+    DenseOptimizer,
+    Device,
+    Interaction,
+    Kernel,
+    Launcher,
+    RunConfig,
+    ShardingType,
+    SparseOptimizer,
+    Table,
+    TablePrecision,
+)
+from rechpc.errors import ConfigError
 
 _FLOAT_BYTES = 4
 
@@ -27,28 +40,78 @@ class TableMemory:
         return self.weight_bytes + self.optimizer_bytes
 
 
+def weight_bytes(config: RunConfig, rows: int, columns: int) -> int:
+    """Weights of a table or of a part of it."""
+    return rows * columns * (2 if config.model.table_precision is TablePrecision.fp16 else _FLOAT_BYTES)
+
+
+def state_bytes(config: RunConfig, rows: int, columns: int) -> int:
+    """Optimizer state of a table or of a part of it: float32 whatever the weights are."""
+    floats = {SparseOptimizer.sgd: 0, SparseOptimizer.adagrad: columns, SparseOptimizer.rowwise_adagrad: 1}
+    return rows * floats[config.optimizer.sparse] * _FLOAT_BYTES
+
+
+def table(table: Table, config: RunConfig) -> TableMemory:
+    """One table as a whole."""
+    shape = (table.rows, config.model.embedding_dim)
+    weights, state = weight_bytes(config, *shape), state_bytes(config, *shape)
+    return TableMemory(name=table.name, rows=shape[0], dim=shape[1], weight_bytes=weights, optimizer_bytes=state)
+
+
 def tables(config: RunConfig) -> list[TableMemory]:
     """Every table of the model, in the order of the configuration."""
-    dim = config.model.embedding_dim
-    # Floats of optimizer state for one row.
-    state = {SparseOptimizer.sgd: 0, SparseOptimizer.adagrad: dim, SparseOptimizer.rowwise_adagrad: 1}
-    return [
-        TableMemory(
-            name=table.name,
-            rows=table.rows,
-            dim=dim,
-            weight_bytes=table.rows * dim * _FLOAT_BYTES,
-            optimizer_bytes=table.rows * state[config.optimizer.sparse] * _FLOAT_BYTES,
+    return [table(t, config) for t in config.data.tables().values()]
+
+
+def dense_state_floats(config: RunConfig) -> int:
+    """Floats of optimizer state for a dense parameter."""
+    return {DenseOptimizer.sgd: 0, DenseOptimizer.adagrad: 1, DenseOptimizer.adam: 2}[config.optimizer.dense]
+
+
+def dense_bytes(config: RunConfig, params: int) -> int:
+    """The dense part on a rank: weights, gradients, DDP's buckets of them, optimizer state, and activations twice."""
+    m = config.model
+    joined = (len(config.data.sparse) + 1) * m.embedding_dim
+    widths = sum(m.dense_layers) + sum(m.over_layers) + joined
+    if m.interaction is Interaction.dcn:
+        widths += m.dcn_layers * (3 * joined + m.dcn_rank)
+    local_batch = config.trainer.global_batch // config.world_size
+    return _FLOAT_BYTES * (params * (3 + dense_state_floats(config)) + 2 * local_batch * widths)
+
+
+def check_known(cluster: ClusterConfig) -> None:
+    """Raise ConfigError for a GPU of which nothing is said."""
+    if cluster.device is Device.cuda and not cluster.hbm_gib:
+        raise ConfigError(
+            "cluster.hbm_gib=0: cluster.device=cuda needs the hardware of a GPU; choose cluster=mi300x or another of "
+            "conf/cluster, or set cluster.hbm_gib, .hbm_gb_per_s, .intra_node_gb_per_s and .inter_node_gb_per_s"
         )
-        for table in config.data.tables().values()
-    ]
+
+
+def check(config: RunConfig) -> None:
+    """Raise ConfigError for tables that cannot fit, whatever the plan; what passes may still not fit."""
+    check_known(config.cluster)
+    sharding, capacity, found = config.sharding, capacity_bytes(config), tables(config)
+    behind_gpu = {sharding.kernel, *(k for chosen in sharding.tables.values() for k in chosen.kernels)}
+    if capacity is None or behind_gpu != {Kernel.fused}:
+        return
+    least = -(-sum(t.total_bytes for t in found) // config.world_size)
+    if sharding.type is ShardingType.data_parallel and not sharding.tables:
+        least *= config.world_size
+    if least > capacity:
+        largest = max(found, key=lambda t: t.total_bytes)
+        raise ConfigError(
+            f"job.nodes={config.job.nodes}: tables and optimizer state take at least {size(least)} on each of "
+            f"{config.world_size} ranks, which have {size(capacity)} for them (largest: {largest.name}, "
+            f"{size(largest.total_bytes)}); `python -m rechpc.plan` with the same arguments says what would fit"
+        )
 
 
 def largest_rank_bytes(found: list[TableMemory], sharding: ShardingType, *, world_size: int) -> int:
     """Bytes of tables and optimizer state on the rank that holds most.
 
-    Exact for data_parallel and row_wise; for table_wise what a greedy balance by size reaches; for column_wise and
-    auto an even share, which the planner may miss.
+    Exact for data_parallel and row_wise; for table_wise what a greedy balance by size reaches; for the others an even
+    share, which the planner may miss.
     """
     if sharding is ShardingType.data_parallel:
         return sum(table.total_bytes for table in found)
@@ -85,19 +148,19 @@ def report(config: RunConfig) -> str:
     width = max(len("table"), *(len(table.name) for table in found))
     lines = [f"{'table':{width}} {'rows':>15} {'dim':>5} {'weights':>12} {config.optimizer.sparse:>16}"]
     lines += [
-        f"{table.name:{width}} {table.rows:>15,} {table.dim:>5} {_size(table.weight_bytes):>12} "
-        f"{_size(table.optimizer_bytes):>16}"
+        f"{table.name:{width}} {table.rows:>15,} {table.dim:>5} {size(table.weight_bytes):>12} "
+        f"{size(table.optimizer_bytes):>16}"
         for table in [*found, total]
     ]
     needed, capacity = largest_rank_bytes(found, sharding, world_size=world_size), capacity_bytes(config)
     estimate = {
         ShardingType.table_wise: " if tables are balanced by size",
-        ShardingType.column_wise: " if shared evenly",
-        ShardingType.auto: " if shared evenly",
-    }.get(sharding, "")
-    lines.append(f"largest of {world_size} ranks, sharding {sharding}: {_size(needed)}{estimate}")
+        ShardingType.data_parallel: "",
+        ShardingType.row_wise: "",
+    }.get(sharding, " if shared evenly")
+    lines.append(f"largest of {world_size} ranks, sharding {sharding}: {size(needed)}{estimate}")
     if capacity is not None:
-        lines.append(f"a rank has {_size(capacity)} for tables" + _verdict(config, needed, capacity))
+        lines.append(f"a rank has {size(capacity)} for tables" + _verdict(config, needed, capacity))
     return "\n".join(lines)
 
 
@@ -110,7 +173,8 @@ def _verdict(config: RunConfig, needed: int, capacity: int) -> str:
     return f": TOO LITTLE; all tables together need at least {ranks} ranks, or smaller data.sparse rows"
 
 
-def _size(size_bytes: int) -> str:
+def size(size_bytes: int) -> str:
+    """Bytes for people."""
     for unit, factor in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20)):
         if size_bytes >= factor:
             return f"{size_bytes / factor:,.1f} {unit}"

@@ -195,6 +195,7 @@ def _plan(plan: dict[str, Any]) -> str:
     ranks, mib = range(int(plan["made_for"]["world_size"])), []
     for facts in plan["tables"].values():
         parts = [(shard["rank"], shard["shape"][0] * shard["shape"][1] * 4 / 2**20) for shard in facts["shards"]]
+        parts = parts or [(rank, facts["rows"] * facts["dim"] * 4 / 2**20) for rank in ranks]  # data_parallel
         mib.append([sum(size for holder, size in parts if holder == rank) or None for rank in ranks])
     heat = {"type": "heatmap", "z": mib, "text": [[f"{v:,.1f}" if v else "" for v in row] for row in mib]}
     heat |= {"x": [f"rank {r}" for r in ranks], "y": [f"{n} ({f['type']})" for n, f in plan["tables"].items()]}

@@ -8,6 +8,7 @@ import difflib
 import math
 import re
 from collections.abc import Iterator
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +22,21 @@ from rechpc.config import (
     ContainerRuntime,
     DataConfig,
     DataKind,
+    Device,
     IdMapping,
     KeepBest,
+    Kernel,
     Launcher,
+    Precision,
     RunConfig,
     ShardingType,
     SparseOptimizer,
+    TablePrecision,
+    TableSharding,
 )
 from rechpc.errors import ConfigError
+
+COLUMN_CUT = {ShardingType.column_wise, ShardingType.grid_shard}
 
 
 def validate(config: RunConfig) -> None:
@@ -76,11 +84,13 @@ def explain(error: OmegaConfBaseException) -> str:
 
 def unknown_key(key: str) -> str:
     """One line for a key that the schema does not have, with the nearest one that it has."""
+    if key.startswith("sharding.tables.") and key.count(".") > 2:
+        return f"{key}: no such key; a pattern has {', '.join(f.name for f in dataclasses.fields(TableSharding))}"
     parent = _field(key.rpartition(".")[0])
     if parent is not None and str(parent.type).startswith("dict"):
         return f"{key}: an entry that is not there yet; add it with +{key}=VALUE"
     if _field(key) is not None:
-        return f"{key}: takes its entries one by one; add one with +{key}.NAME=VALUE"
+        return f"{key}: takes its entries one by one; add them with '+{key}={{NAME: VALUE}}'"
     known = list(_keys(CommandConfig, ""))
     near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
     same_name = [k for k in known if k.rpartition(".")[2] == key.rpartition(".")[2]]
@@ -167,11 +177,7 @@ def _broken_rules(c: RunConfig) -> Iterator[str]:
             f"optimizer.decay_start_step={o.decay_start_step}: decay would begin before warm-up ends; "
             f"set it to at least optimizer.warmup_steps={o.warmup_steps}"
         )
-    if o.sparse is SparseOptimizer.rowwise_adagrad and c.sharding.type is ShardingType.column_wise:
-        yield (
-            "optimizer.sparse=rowwise_adagrad: each column shard would keep its own row state, so the model would "
-            "depend on the plan; choose sharding=row_wise or table_wise, or optimizer=adagrad"
-        )
+    yield from _sharding_rules(c)
 
 
 def _batch_rules(c: RunConfig) -> Iterator[str]:
@@ -231,6 +237,41 @@ def _source_rules(d: DataConfig) -> Iterator[str]:
         yield f"data.separator={d.separator!r}: expected one character, or tab"
     if not d.list_separator:
         yield "data.list_separator='': expected at least one character, which separates the ids of a list"
+
+
+def _sharding_rules(c: RunConfig) -> Iterator[str]:
+    """What this device cannot do, and what would make the model depend on the plan."""
+    s, dim, names = c.sharding, c.model.embedding_dim, list(c.data.tables())
+    for pattern in s.tables:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.3) or names[:3]
+            yield f"sharding.tables.{pattern}: no table has such a name; there are {', '.join(near)}, ..."
+    chosen = {f"sharding.tables.{pattern}.": one for pattern, one in s.tables.items()}
+    chosen["sharding."] = TableSharding(types=[s.type], kernels=[s.kernel], column_width=s.column_width)
+    for key, one in chosen.items():
+        many = "" if key == "sharding." else "s"
+        if c.cluster.device is Device.cpu and (wrong := [k for k in one.kernels if k is not Kernel.fused]):
+            yield f"{key}kernel{many}={wrong[0]}: needs a GPU, and cluster.device=cpu has none; set it to fused"
+        if one.column_width is not None and (dim % one.column_width or one.column_width % 4):
+            fine = [w for w in range(4, dim + 1, 4) if dim % w == 0]
+            yield (
+                f"{key}column_width={one.column_width}: expected a divisor of model.embedding_dim={dim} that is a "
+                f"multiple of 4; set it to one of {', '.join(map(str, fine))}"
+            )
+        if c.optimizer.sparse is SparseOptimizer.rowwise_adagrad and (cut := COLUMN_CUT & set(one.types)):
+            yield (
+                f"{key}type{many}={min(cut)} with optimizer.sparse=rowwise_adagrad: each column shard would keep its "
+                "own row state, so the model would depend on the plan; choose row_wise, table_row_wise or "
+                "table_wise, or optimizer=adagrad"
+            )
+        if c.model.table_precision is TablePrecision.fp16 and ShardingType.data_parallel in one.types:
+            yield (
+                f"{key}type{many}=data_parallel with model.table_precision=fp16: a replicated table would keep its "
+                "optimizer state in fp16 too; choose another type or model.table_precision=fp32"
+            )
+    for key in ("forward_precision", "backward_precision"):
+        if c.cluster.device is Device.cpu and getattr(s, key) not in (Precision.fp32, Precision.fp16):
+            yield f"sharding.{key}={getattr(s, key)}: gloo, between CPU ranks, cannot; set it to fp32 or fp16"
 
 
 def _data_rules(d: DataConfig) -> Iterator[str]:

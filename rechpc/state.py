@@ -16,7 +16,7 @@ from rechpc.host import slurm
 from rechpc.rundir import AttemptDir, Outcome, RunDir, read_json
 
 _STALE_S = 60.0
-_STARTING_PHASES = ("starting", "planning", "restoring")
+_STARTING_PHASES = ("starting", "checking data", "planning", "restoring")
 
 
 class State(StrEnum):

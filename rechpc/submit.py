@@ -11,13 +11,14 @@ import sys
 from pathlib import Path
 
 from rechpc import compose, manifest, memory
-from rechpc.config import CommandConfig, DataKind, Launcher, RunConfig
+from rechpc.config import CommandConfig, DataKind, Device, Launcher, RunConfig
 from rechpc.dataset import check_index, read_index
 from rechpc.errors import CheckpointError, ConfigError, DataError
 from rechpc.follow import Interrupts, follow
-from rechpc.host import container, provenance, slurm, task
+from rechpc.host import container, planner, provenance, slurm, task
+from rechpc.planned import Plan, render, summary
 from rechpc.rules import dump, load, validate
-from rechpc.rundir import RunDir, write_text
+from rechpc.rundir import RunDir, write_json, write_text
 from rechpc.state import entry, read_status, result_line, shown
 from rechpc.sweep import Sweep
 
@@ -39,6 +40,7 @@ Common overrides
 
   dry_run=true                    print what would be submitted, and the memory that tables take
   -m optimizer.learning_rate=0.01,0.03 seed=1,2   a sweep; docs/sweeps.md
+  force=true                      submit although no plan fits; python -m rechpc.plan says what would
   resume=RUN_DIR                  continue a run, with job.*, checkpoint.*, sharding.* changed if need be
   --cfg job                       print the composed configuration; all keys: rechpc/config.py
 
@@ -68,14 +70,15 @@ def main(command: CommandConfig, overrides: list[str]) -> int:
     _check_here(config, command)
     if config.cluster.launcher is Launcher.slurm and not command.stage:
         slurm.check_site(planned, config)
+    plan = _check_fits(config, force=command.force)
     if command.stage:
-        run = run or _write(config, RunDir.create(Path(config.runs_root), config.name))
+        run = run or _write(config, RunDir.create(Path(config.runs_root), config.name), plan)
         write_text(run.config_path, dump(config))
         template = "single_node" if config.job.nodes == 1 else "multi_node"
         print(f"run         {shown(run.path)}\nnext        sbatch slurm/{template}.sbatch {run.path}")
         return 0
     interrupts = Interrupts()
-    run, job = _launch(run, config, overrides)
+    run, job = _launch(run, config, plan, overrides)
     print(f"run         {shown(run.path)}")
     print(f"job         {job.job_id} ({job.launcher}, from {job.host})")
     print(f"status      {entry('status')} {shown(run.path)}", flush=True)
@@ -95,6 +98,7 @@ def _checked(command: CommandConfig) -> RunConfig:
     slurm.check(RunDir(Path(config.runs_root).absolute()), config)
     if not command.dry_run:
         _check_here(config, command)
+        _check_fits(config, force=command.force)
     return config
 
 
@@ -105,21 +109,49 @@ def _check_here(config: RunConfig, command: CommandConfig) -> None:
         _check_shared(Path(config.runs_root))
 
 
-def _write(config: RunConfig, run: RunDir) -> RunDir:
+def _check_fits(config: RunConfig, *, force: bool) -> Plan | None:
+    """The plan that the ranks of a GPU run will use, where it can be made here. Raises ConfigError if nothing fits.
+
+    On CPUs the arithmetic is all: their ranks plan within seconds, and before anybody waits in a queue for memory.
+    """
+    try:
+        memory.check(config)
+        if config.cluster.device is Device.cpu:
+            return None
+        if not planner.has_torch(config):
+            print("plan        not made here, without torch or an image; memory was checked by arithmetic alone")
+            return None
+        (answer,) = planner.answers([config])
+        if "error" in answer:
+            raise ConfigError("; ".join([answer["error"], *(f"{change} fits" for change in answer["advice"])]))
+    except ConfigError as error:
+        if not force:
+            raise ConfigError(f"{error}; force=true submits all the same") from error
+        print(f"force=true  {error}")
+        return None
+    print(f"plan        {summary(answer['plan'], config)}")
+    plan: Plan = answer["plan"]
+    return plan
+
+
+def _write(config: RunConfig, run: RunDir, plan: Plan | None = None) -> RunDir:
     """Fill a new run directory with everything that an attempt needs."""
     try:
         provenance.write(run)
         write_text(run.config_path, dump(config))
+        if plan:
+            write_json(run.plan_path, plan)
+            write_text(run.plan_text_path, render(plan, config))
     except BaseException:
         shutil.rmtree(run.path)
         raise
     return run
 
 
-def _launch(run: RunDir | None, config: RunConfig, overrides: list[str]) -> tuple[RunDir, slurm.Job]:
+def _launch(run: RunDir | None, config: RunConfig, plan: Plan | None, overrides: list[str]) -> tuple[RunDir, slurm.Job]:
     """Write the run directory (or the new configuration of a resumed run) and submit it; undone if that fails."""
     before = run.config_path.read_text() if run else None
-    run = run or _write(config, RunDir.create(Path(config.runs_root), config.name))
+    run = run or _write(config, RunDir.create(Path(config.runs_root), config.name), plan)
     try:
         write_text(run.config_path, dump(config))
         job = slurm.submit(task.HostTask(str(run.path)), run=run, config=config)
@@ -218,7 +250,8 @@ def _resumed(run: RunDir, command: CommandConfig, overrides: list[str]) -> RunCo
     problems = []
     for override in overrides:
         key = override.partition("=")[0]
-        if key in ("resume", "dry_run", "wait", "stage"):
+        key = key if key != "+sharding.tables" else key[1:]  # the only one that needs the plus
+        if key in ("resume", "dry_run", "wait", "stage", "force"):
             continue
         if _RESUMABLE.fullmatch(key):
             # The composed configuration holds the value already, parsed and of the right type.
@@ -261,6 +294,6 @@ def _dry_run(run: RunDir, config: RunConfig) -> str:
 
 if __name__ == "__main__":
     try:
-        compose.run(main, HELP, sweep)
+        compose.run(main, HELP, sweep=sweep)
     except KeyboardInterrupt:
         sys.exit(130)

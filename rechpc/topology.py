@@ -8,7 +8,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from rechpc.config import Device, RunConfig
+from rechpc.config import ClusterConfig, Device, RunConfig
 from rechpc.errors import LaunchError
 
 GIB = 1 << 30
@@ -27,6 +27,7 @@ class Topology:
     host_memory_bytes_per_s: float
     intra_node_bytes_per_s: float
     inter_node_bytes_per_s: float
+    host_to_gpu_bytes_per_s: float
 
     @property
     def world_size(self) -> int:
@@ -47,7 +48,25 @@ def of(config: RunConfig) -> Topology:
         host_memory_bytes_per_s=cluster.host_memory_gb_per_s * 1e9,
         intra_node_bytes_per_s=cluster.intra_node_gb_per_s * 1e9,
         inter_node_bytes_per_s=cluster.inter_node_gb_per_s * 1e9,
+        host_to_gpu_bytes_per_s=cluster.host_to_gpu_gb_per_s * 1e9,
     )
+
+
+def check_gpu(cluster: ClusterConfig, *, arch: str, memory_bytes: int) -> None:
+    """Raise LaunchError for a GPU other than the one that was planned for.
+
+    The name of an architecture is not enough: MI300X and MI325X are both gfx942, H100 and H200 both sm_90.
+    """
+    found = f"this GPU is {arch} with {memory_bytes / GIB:.1f} GiB"
+    keys = f"cluster.gpu_arch={arch} cluster.hbm_gib={memory_bytes / GIB:.1f} and the bandwidths in cluster.*_gb_per_s"
+    if not cluster.hbm_gib:
+        raise LaunchError(f"cluster.hbm_gib=0: {found}; choose one of conf/cluster, or set {keys}")
+    # Drivers keep a little for themselves.
+    if cluster.gpu_arch not in (None, arch) or abs(memory_bytes / GIB / cluster.hbm_gib - 1) > 0.05:
+        raise LaunchError(
+            f"cluster.gpu_arch={cluster.gpu_arch} cluster.hbm_gib={cluster.hbm_gib:g}: {found}, and the plan was made "
+            f"for another; ask for the right nodes, choose its file of conf/cluster, or set {keys}"
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,10 +10,10 @@ import zlib
 import torch
 from torch import nn
 from torchrec.models.dlrm import DLRM, DLRM_DCN
-from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
+from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
-from rechpc.config import DataConfig, Interaction, ModelConfig
+from rechpc.config import DataConfig, Interaction, ModelConfig, TablePrecision
 from rechpc.rank.data import Batch
 
 Output = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
@@ -48,6 +48,7 @@ def build(model: ModelConfig, data: DataConfig, *, seed: int, device: torch.devi
                 num_embeddings=table.rows,
                 feature_names=[feature.name for feature in table.features],
                 pooling=PoolingType(str(table.features[0].pooling).upper()),
+                data_type=DataType.FP16 if model.table_precision is TablePrecision.fp16 else DataType.FP32,
             )
             for table in data.tables().values()
         ],

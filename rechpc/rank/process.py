@@ -2,6 +2,7 @@
 
 import contextlib
 import datetime
+import os
 import sys
 import zlib
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ import torch.distributed as dist
 
 from rechpc.config import Device, RunConfig
 from rechpc.errors import LaunchError
-from rechpc.topology import RankEnv
+from rechpc.topology import RankEnv, check_gpu
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +66,12 @@ def start(config: RunConfig, env: RankEnv) -> Iterator[Process]:
         # Slurm may give a task one GPU only, which is then number 0 whatever the local rank.
         device = torch.device("cuda", env.local_rank if torch.cuda.device_count() > 1 else 0)
         torch.cuda.set_device(device)
+        gpu = torch.cuda.get_device_properties(device)
+        arch = gpu.gcnArchName.partition(":")[0] if torch.version.hip else f"sm_{gpu.major}{gpu.minor}"
+        check_gpu(config.cluster, arch=arch, memory_bytes=gpu.total_memory)
+    # TorchRec finds the ranks of a node by this variable, and takes a node of 8 where it is unset; torchrun sets it to
+    # the processes of this machine, which in a rehearsal plays all nodes.
+    os.environ["LOCAL_WORLD_SIZE"] = str(config.ranks_per_node)
     timeout = datetime.timedelta(seconds=config.trainer.collective_timeout_s)
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, timeout=timeout)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torchrec.distributed import collective_utils
+from torchrec.distributed import collective_utils, comm
 
 from rechpc.topology import RankEnv
 
@@ -137,6 +137,8 @@ def _work(connection: Connection) -> None:
         except EOFError:
             return
         os.environ.update(environment)
+        # TorchRec keeps the process groups of a node for the life of a process; here they end with a call.
+        comm._INTRA_PG = comm._CROSS_PG = None
         try:
             answer = _Answer(function(RankEnv.from_environment(), *args))
         except BaseException:

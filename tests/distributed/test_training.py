@@ -91,7 +91,7 @@ TRAININGS = [
     for optimizer in OPTIMIZERS
     for sharding, world_size in PLANS
     # Column shards with a state per row are refused by the configuration.
-    if sharding is not ShardingType.column_wise or optimizer in ("sgd", "adagrad")
+    if sharding not in (ShardingType.column_wise, ShardingType.grid_shard) or optimizer in ("sgd", "adagrad")
 ]
 
 

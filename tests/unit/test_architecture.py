@@ -15,7 +15,7 @@ ONLY = {
     "submitit": {"host/slurm.py"},
     "optuna": {"study.py"},
     "plotly": {"report.py"},
-    "torchrec.distributed.planner": {"rank/sharding.py"},
+    "torchrec.distributed.planner": {"rank/planning.py"},
     "polars": PREPARE,
     "pyarrow": {"rank/data.py", *PREPARE} - {"prepare/criteo.py"},
 }

@@ -160,8 +160,43 @@ RULES = {
     ),
     "row states of column shards": (
         ["optimizer=rowwise_adagrad", "sharding=column_wise"],
-        "optimizer.sparse=rowwise_adagrad",
-        "choose sharding=row_wise",
+        "sharding.type=column_wise with optimizer.sparse=rowwise_adagrad",
+        "choose row_wise",
+    ),
+    "row states of column shards of some tables": (
+        ["optimizer=rowwise_adagrad", "sharding.tables={t_u*: {types: [grid_shard]}}"],
+        "sharding.tables.t_u*.types=grid_shard with optimizer.sparse=rowwise_adagrad",
+        "choose row_wise",
+    ),
+    "a kernel that needs a GPU": (
+        ["sharding.kernel=fused_uvm_caching"],
+        "sharding.kernel=fused_uvm_caching",
+        "set it to fused",
+    ),
+    "a kernel of some tables that needs a GPU": (
+        ["sharding.tables={t_user: {kernels: [fused, fused_uvm]}}"],
+        "sharding.tables.t_user.kernels=fused_uvm",
+        "set it to fused",
+    ),
+    "int8 between CPU ranks": (
+        ["sharding.forward_precision=int8"],
+        "sharding.forward_precision=int8",
+        "set it to fp32 or fp16",
+    ),
+    "a column width that does not divide": (
+        ["sharding.column_width=12"],
+        "sharding.column_width=12",
+        "one of 4, 8, 16",
+    ),
+    "a pattern that no table matches": (
+        ["sharding.tables={t_usr: {types: [row_wise]}}"],
+        "sharding.tables.t_usr",
+        "t_user",
+    ),
+    "replicated tables in half precision": (
+        ["model.table_precision=fp16", "sharding=data_parallel"],
+        "sharding.type=data_parallel with model.table_precision=fp16",
+        "choose another type",
     ),
     "an interval that is no number": (["checkpoint.every=often"], "checkpoint.every=often", "0, or auto"),
     "the best of no evaluation": (["checkpoint.keep_best=val_ne"], "checkpoint.keep_best=val_ne", "trainer.eval_every"),

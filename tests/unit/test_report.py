@@ -71,6 +71,7 @@ def make(tmp_path):
         )
         write_json(run.provenance_path, {"rechpc": "0.1.0", "host": "login"})
         tables = {"t_user": {"type": "row_wise", "shards": [{"rank": r, "shape": [1 << 18, 16]} for r in (0, 1)]}}
+        tables["t_small"] = {"type": "data_parallel", "shards": [], "rows": 1 << 18, "dim": 4}
         write_json(run.plan_path, {"made_for": {"world_size": 2}, "tables": tables})
         write_json(run.result_path, {"state": "finished", "step": 40, "test_auc": 0.8 - loss / 100})
         return run
@@ -169,6 +170,7 @@ def test_the_browser_shows_what_the_runs_did_without_a_network(sweep, command, t
     assert re.search(r"seed\s+1\s+2", text)  # the configurations differ in it
     assert "32.0" not in text
     assert "16.0" in text  # MiB of each rank's half of the table
+    assert text.count("4.0 ") >= 2  # and of the other one, which both have
 
 
 def test_text_of_users_is_text_on_the_page(make, command, tmp_path):

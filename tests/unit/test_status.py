@@ -71,8 +71,9 @@ def test_a_submitted_run_is_queued_until_its_attempt_begins(run, live_pid):
     assert status.read_status(run).state == State.queued
     began(run, f"{live_pid}.0")
     assert status.read_status(run).state == State.starting
-    (run.attempt(f"{live_pid}.0")).heartbeat_path.write_text('{"time_s": 1, "phase": "planning"}')
-    assert status.read_status(run).state == State.starting
+    for phase in ("checking data", "planning", "restoring"):
+        run.attempt(f"{live_pid}.0").heartbeat_path.write_text(f'{{"time_s": 1, "phase": "{phase}"}}')
+        assert status.read_status(run).state == State.starting
 
 
 def test_a_running_run_shows_its_progress(run, live_pid):

@@ -106,6 +106,7 @@ def test_a_slurm_dry_run_shows_the_batch_script_and_the_container(command):
         ("trainer.globl_batch=3", ["trainer.globl_batch", "did you mean trainer.global_batch"]),
         ("model=resnet", ["model=resnet", "dlrm_dcnv2"]),
         ("trainer.global_batch=many", ["trainer.global_batch", "many"]),
+        ("optimizer.sparse=adam", ["optimizer.sparse", "'adam'", "sgd, adagrad, rowwise_adagrad"]),
         ("trainer.log_every=0", ["trainer.log_every=0", "at least 1"]),
         ("trainer.global_batch=2049", ["trainer.global_batch=2049", "2 ranks", "2048 or 2050"]),
         ("job.signal_lead_s=90000", ["job.signal_lead_s=90000", "86400 s of job.time_limit_min=1440"]),
@@ -180,6 +181,11 @@ def test_a_prepared_data_set_is_checked_on_the_login_node(command, make_config, 
     ("overrides", "words"),
     [
         (["seed=2"], ["seed=2", "a resumed run keeps it"]),
+        (
+            ["sharding.type=column_wise"],
+            ["sharding.type=column_wise with optimizer.sparse=rowwise_adagrad", "choose row"],
+        ),
+        (["+sharding.tables={t_usr: {types: [row_wise]}}"], ["sharding.tables.t_usr", "t_user"]),
         (["sharding=row_wise"], ["sharding=row_wise", "whole group"]),
         (["+job.nodes=1"], ["+job.nodes=1"]),
         (["job.ranks_per_node=3"], ["trainer.global_batch=2048", "3 ranks"]),
@@ -187,7 +193,7 @@ def test_a_prepared_data_set_is_checked_on_the_login_node(command, make_config, 
     ],
 )
 def test_resume_refuses_what_would_change_the_experiment(command, make_run, overrides, words):
-    run = make_run()
+    run = make_run("optimizer=rowwise_adagrad")
     before = run.config_path.read_text()
     code, _, err = command(f"resume={run.path}", *overrides)
     assert code == 2

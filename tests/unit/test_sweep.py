@@ -39,7 +39,7 @@ def command(monkeypatch, tmp_path, capsys):
     def run(*arguments):
         monkeypatch.setattr(sys, "argv", ["submit", "-m", *arguments])
         with pytest.raises(SystemExit) as exit_:
-            compose.run(submit.main, submit.HELP, submit.sweep)
+            compose.run(submit.main, submit.HELP, sweep=submit.sweep)
         return exit_.value.code, *capsys.readouterr()
 
     yield run
@@ -220,7 +220,7 @@ def with_stand_in(run):
     write(run)
     shutil.copytree({str(STAND_IN)!r}, run.code_path, dirs_exist_ok=True)
 provenance.write = with_stand_in
-compose.run(submit.main, submit.HELP, submit.sweep)
+compose.run(submit.main, submit.HELP, sweep=submit.sweep)
 """
 
 
