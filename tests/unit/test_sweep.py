@@ -17,6 +17,7 @@ from rechpc.errors import ConfigError
 from rechpc.host import slurm
 from rechpc.rundir import RunDir, read_json, write_json
 from rechpc.study import Interval, Study, is_minimized
+from tests.slurm.runs import wait_until
 
 ROOT = Path(compose.__file__).resolve().parents[1]
 STAND_IN = Path(__file__).with_name("stand_in")
@@ -212,7 +213,7 @@ def test_a_sweep_is_not_written_into_a_run(command, site, make_run):
 
 # submit itself, with stand-ins laid over the code of the runs: local runs through submitit and the host task.
 DRIVER = f"""
-import shutil
+import shutil, sys
 from rechpc import compose, submit
 from rechpc.host import provenance
 write = provenance.write
@@ -220,7 +221,10 @@ def with_stand_in(run):
     write(run)
     shutil.copytree({str(STAND_IN)!r}, run.code_path, dirs_exist_ok=True)
 provenance.write = with_stand_in
-compose.run(submit.main, submit.HELP, sweep=submit.sweep)
+try:
+    compose.run(submit.main, submit.HELP, sweep=submit.sweep)
+except KeyboardInterrupt:
+    sys.exit(130)
 """
 
 
@@ -246,6 +250,18 @@ def test_a_failed_run_is_told_and_the_others_go_on(tmp_path):
     assert done.returncode == 1
     assert done.stderr.count("failed: rank 1: DataError: id 7 is too large") == 2
     assert "Traceback" not in done.stderr
+
+
+def test_ctrl_c_saves_the_local_run_and_starts_no_other(tmp_path):
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "STAND_IN": "endless"}
+    argv = [sys.executable, "-c", DRIVER, "-m", "seed=1,2", "sweep.dir=sweep"]
+    process = subprocess.Popen(argv, cwd=tmp_path, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    wait_until(lambda: list(tmp_path.glob("sweep/*/attempts/*/heartbeat")), lambda: "a step")
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (130, "")
+    assert "stopped at step" in out
+    assert len(list(tmp_path.glob("sweep/*/config.yaml"))) == 1
 
 
 def test_a_study_goes_on_behind_the_runs_that_are_there(tmp_path):
