@@ -13,7 +13,7 @@ from rechpc import manifest, rules
 from rechpc.config import KeepBest
 from rechpc.errors import CheckpointError, ConfigError, RechpcError
 from rechpc.rundir import RunDir
-from rechpc.status import duration
+from rechpc.state import duration
 
 HELP = """
   list RUN_DIR            every checkpoint: step, age, size, ranks that wrote it, what it is kept for, state by sizes

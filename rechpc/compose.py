@@ -1,4 +1,4 @@
-"""From a command line to a validated CommandConfig: the one file that knows Hydra.
+"""From a command line to a validated CommandConfig; of the package the one file that knows Hydra.
 
 Every entry that takes overrides is `compose.run(main, help_text)`. A user's mistake ends with one line a
 problem and exit status 2, before anything is on disk.
@@ -9,7 +9,9 @@ import os
 import re
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import hydra
 from hydra.core.config_store import ConfigStore
@@ -28,40 +30,69 @@ _PACKAGE = Path(__file__).resolve().parent
 CONF_PATH = next(p for p in (_PACKAGE / "conf", _PACKAGE.parent / "conf") if p.is_dir())
 
 
-Sweep = list[tuple[str, CommandConfig | ConfigError]]
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Combination:
+    """One run of a sweep as the sweeper chose it: its overrides, and what they compose to or why they cannot."""
+
+    overrides: list[str]
+    config: CommandConfig | ConfigError
+
+
+class Launch(Protocol):
+    """What is done with the combinations of a sweep."""
+
+    status: int  # of the command, after the last batch
+
+    def __call__(self, batch: list[Combination]) -> list[float | None]:
+        """The objective of every run of a batch; None where there is none (yet)."""
+        ...
+
+
+Each = list[tuple[str, CommandConfig | ConfigError]]
 """Runs by what tells them apart, each composed or refused."""
 
 
 def run(
-    main: Callable[[CommandConfig, list[str]], int], help_text: str, *, sweep: Callable[[Sweep], int] | None = None
+    main: Callable[[CommandConfig, list[str]], int],
+    help_text: str,
+    *,
+    sweep: Callable[[], Launch] | None = None,
+    each: Callable[[Each], int] | None = None,
 ) -> None:
     """Compose the configuration from sys.argv, call `main` with it and the overrides, and exit with its status.
 
-    With -m, `sweep` gets a configuration for every combination of the values that are separated by commas.
+    With -m every batch of combinations goes to what `sweep` makes, whose `status` is the exit status, or all
+    combinations of the values that are separated by commas go to `each`.
     """
     if {"-h", "--help"} & set(sys.argv[1:]):
         print(f"{help_text.strip()}\n\n{_groups()}")
         sys.exit(0)
     try:
         multirun = {"-m", "--multirun"}
-        if multirun & set(sys.argv[1:]) and sweep:
-            sys.exit(sweep(_expanded([a for a in sys.argv[1:] if a not in multirun])))
         if multirun & set(sys.argv[1:]):
-            raise ConfigError("--multirun: sweeps are not supported yet; submit the runs one by one")
+            if each is not None:
+                sys.exit(each(_expanded([a for a in sys.argv[1:] if a not in multirun])))
+            if sweep is None:
+                raise ConfigError("--multirun: this command takes one configuration; sweeps go to rechpc.submit")
+            launch = sweep()
+            for plugin in ("hydra/launcher", "hydra/sweeper"):  # another sweeper may be chosen
+                if not any(argument.startswith(f"{plugin}=") for argument in sys.argv):
+                    sys.argv.append(f"{plugin}=rechpc")
+            _hydra_main(main, launch)
+            sys.exit(launch.status)
         sys.exit(_hydra_main(main))
     except RechpcError as error:
         print(error, file=sys.stderr)
         sys.exit(error.exit_status)
 
 
-def _hydra_main(main: Callable[[CommandConfig, list[str]], int]) -> int:
+def _hydra_main(main: Callable[[CommandConfig, list[str]], int], launch: Launch | None = None) -> int:
     # Otherwise Hydra prints several lines and exits with 1 where `run` wants the exception.
     os.environ["HYDRA_FULL_ERROR"] = "1"
     ConfigStore.instance().store(name="schema", node=CommandConfig)
     status = 0
     failure: RechpcError | None = None
 
-    @hydra.main(version_base="1.3", config_path=str(CONF_PATH), config_name="config")
     def composed(raw: DictConfig) -> None:
         nonlocal status, failure
         try:
@@ -69,16 +100,17 @@ def _hydra_main(main: Callable[[CommandConfig, list[str]], int]) -> int:
         except RechpcError as error:
             failure = error  # raised below: Hydra would print a line of its own first
 
+    composed.launch = launch  # type: ignore[attr-defined] # Hydra gives hydra_plugins/rechpc.py nothing else of ours
     try:
-        composed()
+        hydra.main(version_base="1.3", config_path=str(CONF_PATH), config_name="config")(composed)()
     except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError(_explain_hydra(error)) from error
+        raise ConfigError(explain_hydra(error)) from error
     if failure:
         raise failure
     return status
 
 
-def _expanded(arguments: list[str]) -> Sweep:
+def _expanded(arguments: list[str]) -> Each:
     ConfigStore.instance().store(name="schema", node=CommandConfig)
     try:
         with hydra.initialize_config_dir(str(CONF_PATH), version_base="1.3"):
@@ -86,7 +118,7 @@ def _expanded(arguments: list[str]) -> Sweep:
             swept = [o for o in overrides if o.is_sweep_override()]
             fixed = [str(o.input_line) for o in overrides if o not in swept]
             choices = [[f"{o.get_key_element()}={value}" for value in o.sweep_string_iterator()] for o in swept]
-            found: Sweep = []
+            found: Each = []
             for combination in itertools.product(*choices):
                 raw = hydra.compose("config", [*fixed, *combination])
                 try:
@@ -95,7 +127,7 @@ def _expanded(arguments: list[str]) -> Sweep:
                     found.append((" ".join(combination), error))
             return found
     except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError(_explain_hydra(error)) from error
+        raise ConfigError(explain_hydra(error)) from error
 
 
 def typed(raw: DictConfig) -> CommandConfig:
@@ -113,7 +145,7 @@ def typed(raw: DictConfig) -> CommandConfig:
     return config
 
 
-def _explain_hydra(error: Exception) -> str:
+def explain_hydra(error: Exception) -> str:
     """One line for what Hydra or OmegaConf says about an override."""
     if match := re.search(r"Could not override '([^']+)'", str(error)):
         return unknown_key(match[1])

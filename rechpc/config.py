@@ -404,6 +404,17 @@ class RunConfig:
 
 
 @dataclass(kw_only=True, slots=True)
+class SweepConfig:
+    """What a command with -m does with its runs."""
+
+    dir: str | None = option(None, "sweep directory, to continue one; null: a new one in runs_root")
+    max_parallel: int | None = option(None, "runs of an array that Slurm starts at a time; null: all", low=1)
+    wait: bool = option(False, "wait for the runs and give their objective to the sweeper; local runs always do")
+    objective: str = option("test_auc", "number in result.json to compare runs by; NE, losses, times are minimized")
+    trials: int | None = option(None, "let Optuna choose the values of so many runs; null: all combinations", low=1)
+
+
+@dataclass(kw_only=True, slots=True)
 class CommandConfig(RunConfig):
     """A run and what the command line does with it; the extra keys are not part of the run."""
 
@@ -411,5 +422,6 @@ class CommandConfig(RunConfig):
     resume: str | None = option(None, "run directory to continue")
     stage: bool = option(False, "write the run directory and submit nothing, for slurm/*.sbatch")
     wait: bool = option(False, "follow a Slurm job to its end; a local run is always followed")
+    sweep: SweepConfig = field(default_factory=SweepConfig)
     force: bool = option(False, "submit although no plan fits")
     out: str | None = option(None, "rechpc.plan: where to write plan.json too")

@@ -3,7 +3,6 @@
 Reads the run directory like everybody else; the run goes on when this process dies. Must not know how a run starts.
 """
 
-import os
 import shutil
 import signal
 import sys
@@ -15,7 +14,7 @@ from rechpc.config import Launcher
 from rechpc.errors import LaunchError
 from rechpc.host import slurm
 from rechpc.rundir import RunDir, StopReason
-from rechpc.status import (
+from rechpc.state import (
     RunStatus,
     State,
     current_attempt,
@@ -68,7 +67,7 @@ def follow(run: RunDir, job: slurm.Job, interrupts: Interrupts) -> int:
                 attempt.request_stop(StopReason.drain)
         if interrupts.count > 1 and not killed:
             killed = True
-            _kill(job)
+            slurm.cancel(job)
             line.say("killed")
         interrupts.wait(_POLL_S if job.launcher is Launcher.local else _SLURM_POLL_S)
     line.end()
@@ -108,17 +107,6 @@ class _ProgressLine:
         if self.open:
             print(flush=True)
         self.open = False
-
-
-def _kill(job: slurm.Job) -> None:
-    """End a job at once: the death of a local controller kills its host task, that one's torchrun, and so on."""
-    if job.pid is None:
-        slurm.cancel(job)
-        return
-    try:
-        os.kill(job.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return  # it ended by itself meanwhile
 
 
 def _report(run: RunDir, status: RunStatus, *, interrupted: bool) -> int:

@@ -65,6 +65,6 @@ def compare(runs: list[tuple[str, CommandConfig | ConfigError]]) -> int:
 
 if __name__ == "__main__":
     try:
-        compose.run(main, HELP, sweep=compare)
+        compose.run(main, HELP, each=compare)
     except KeyboardInterrupt:
         sys.exit(130)

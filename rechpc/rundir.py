@@ -123,9 +123,9 @@ class RunDir:
     path: Path
 
     @classmethod
-    def create(cls, root: Path, name: str) -> "RunDir":
+    def create(cls, root: Path, name: str, run_id: str | None = None) -> "RunDir":
         """Make `<root>/<name>/<run_id>`, private to the user and never an existing one."""
-        run_id = time.strftime("%Y%m%d-%H%M%S-") + secrets.token_hex(2)
+        run_id = run_id or new_id()
         path = root.expanduser().absolute() / name / run_id
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -243,6 +243,31 @@ class RunDir:
                 records = [r for r in records if r["step"] <= resumed_at]
             records.append(record)
         return records
+
+
+@dataclass(frozen=True, slots=True)
+class SweepDir:
+    """Files of a sweep; the runs are directories in it, named by what they compute."""
+
+    path: Path
+
+    @property
+    def facts_path(self) -> Path:
+        """The objective and the arguments of the newest command."""
+        return self.path / "sweep.json"
+
+    @property
+    def arrays_path(self) -> Path:
+        """The arrays that were submitted, each with its batch script and the list of its runs."""
+        return self.path / "arrays"
+
+    def run(self, run_id: str) -> RunDir:
+        return RunDir(self.path / run_id)
+
+
+def new_id() -> str:
+    """A name that sorts by time and that no other command gets."""
+    return time.strftime("%Y%m%d-%H%M%S-") + secrets.token_hex(2)
 
 
 def write_text(path: Path, text: str) -> None:

@@ -1,307 +1,141 @@
-"""`python -m rechpc.status RUN_DIR`: where a run stands, from its directory alone.
+"""`python -m rechpc.status [RUN|SWEEP|RUNS_ROOT]`: where runs stand; also their logs, and how to stop them.
 
-Works on a running, finished, half-written, copied or read-only directory. Exit status: 0 finished, 1 failed or
-lost, 2 no run directory, 3 anything else.
+Exit status: 0 finished, 1 failed or lost, 2 no run directory, 3 anything else; of several runs the worst.
 """
 
 import argparse
-import shutil
+import contextlib
 import sys
 import time
-from dataclasses import dataclass
-from enum import StrEnum
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
+from rechpc import table
 from rechpc.config import Launcher
-from rechpc.errors import ConfigError
+from rechpc.errors import ConfigError, LaunchError, RechpcError
 from rechpc.host import slurm
-from rechpc.rundir import AttemptDir, Outcome, RunDir, read_json
+from rechpc.rundir import RunDir, StopReason
+from rechpc.state import RunStatus, State, current_attempt, entry, read_status, render, shown
 
-_STALE_S = 60.0
-_STARTING_PHASES = ("starting", "checking data", "planning", "restoring")
-
-
-class State(StrEnum):
-    """Where a run stands."""
-
-    queued = "queued"
-    starting = "starting"
-    running = "running"
-    finished = "finished"
-    drained = "drained"
-    requeued = "requeued"
-    failed = "failed"
-    cancelled = "cancelled"
-    preempted = "preempted"  # Slurm took the nodes, or lost one, and starts the job again
-    lost = "lost"  # its process is gone and left no outcome
-    unknown = "unknown"  # silent, and not on this machine
+_EXIT = {State.finished: 0, State.failed: 1, State.lost: 1}
+_WATCH_S = 3.0
+_LOG_S = 0.5
+_VERBS = {
+    "cancel": "end it: a job of Slurm saves if there is time, a local run is killed",
+    "drain": "have it save and stop; one that waits in the queue is taken out of it",
+    "requeue": "have it save, stop and be started again by Slurm",
+}
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RunStatus:
-    """What a run directory says; None where it says nothing (yet)."""
-
-    path: Path
-    state: State
-    num_attempts: int
-    job: slurm.Job | None
-    reason: str | None  # why Slurm does not start it
-    image_changed_from: str | None
-    phase: str | None
-    heartbeat_age_s: float | None
-    step: int | None
-    total_steps: int | None
-    samples_per_s: float | None
-    loss: float | None
-    ne: float | None
-    seconds_left: float | None
-    data_wait_share: float | None
-    checkpoint_step: int | None
-    error: str | None
-    log_path: Path | None
-    result: dict[str, Any]
-
-
-def read_status(run: RunDir) -> RunStatus:
-    """Where the run stands now; never raises for what is missing or torn in the directory."""
-    job, attempt = slurm.newest_job(run), current_attempt(run)
-    heartbeat = _read(attempt.heartbeat_path) if attempt else {}
-    outcome = _read(attempt.outcome_path) if attempt else {}
-    result = _read(run.result_path)
-    beat_at_s = heartbeat.get("time_s")
-    age_s = None if beat_at_s is None else max(0.0, time.time() - beat_at_s)
-    # A copy of the directory, and an attempt that was started by hand, say nothing about the job.
-    about_job = job is not None and job.path == str(run.path) and (attempt is None or _is_of(attempt, job))
-    said = slurm.state(job) if job and about_job and not result else None
-    state = State.finished if result else _state(run, job, attempt, outcome, heartbeat, age_s)
-    if said and not result:
-        state = _slurm_state(said, attempt, outcome, heartbeat)
-    error, log_path = _error(run, job, attempt, outcome, state, said)
-    return RunStatus(
-        path=run.path,
-        state=state,
-        num_attempts=len(_attempts(run)),
-        job=job,
-        reason=said.reason if said and said.pending else None,
-        image_changed_from=_read(attempt.image_path).get("changed_from") if attempt else None,
-        phase=heartbeat.get("phase"),
-        heartbeat_age_s=age_s,
-        step=result.get("step", outcome.get("step", heartbeat.get("step"))),
-        total_steps=heartbeat.get("total_steps"),
-        samples_per_s=heartbeat.get("samples_per_s"),
-        loss=heartbeat.get("loss"),
-        ne=heartbeat.get("ne"),
-        seconds_left=heartbeat.get("seconds_left"),
-        data_wait_share=heartbeat.get("data_wait_share"),
-        checkpoint_step=next(iter(run.committed_steps()), None),
-        error=error,
-        log_path=log_path,
-        result=result,
-    )
-
-
-def current_attempt(run: RunDir) -> AttemptDir | None:
-    """The newest attempt, unless the newest submission came after it and has not started one yet."""
-    attempts, job = _attempts(run), slurm.newest_job(run)
-    if not attempts or job is None:
-        return attempts[-1] if attempts else None
-    # Clocks of a cluster differ, so its ids count; a process id may come again, but there the clock is the same.
-    same_id = job.launcher is Launcher.slurm and _is_of(attempts[-1], job)
-    return attempts[-1] if same_id or _started_at_s(attempts[-1]) >= job.submitted_at_s else None
-
-
-def shown(path: Path) -> str:
-    """A path as short as one can type it here."""
-    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
-
-
-def entry(name: str) -> str:
-    """How one types `python -m rechpc.<name>` here, where this Python need not be the one on the PATH."""
-    is_on_path = shutil.which("python") == sys.executable
-    return f"{'python' if is_on_path else shown(Path(sys.executable))} -m rechpc.{name}"
-
-
-def progress(status: RunStatus) -> str:
-    """What the run does now, on one line."""
-    # A step says that it trains.
-    parts = [] if status.phase == "training" and status.step is not None else [status.phase or status.state]
-    if status.step is not None:
-        parts.append(f"step {status.step:,}" + (f"/{status.total_steps:,}" if status.total_steps else ""))
-    if status.samples_per_s is not None:
-        parts.append(f"{status.samples_per_s:,.0f} samples/s")
-    if status.data_wait_share is not None:
-        parts.append(f"{status.data_wait_share:.0%} of the time waiting for data")
-    if status.loss is not None:
-        parts.append(f"loss {status.loss:.4f}")
-    if status.ne is not None:
-        parts.append(f"NE {status.ne:.4f}")
-    if status.seconds_left is not None and status.state is State.running:
-        parts.append(f"{duration(status.seconds_left)} left")
-    return "  ".join(parts)
-
-
-def result_line(result: dict[str, Any]) -> str:
-    """What a finished run reached, on one line."""
-    auc, ne, rate = result.get("test_auc"), result.get("test_ne"), result.get("samples_per_s")
-    parts = [f"test AUC undefined ({result.get('test_auc_undefined', 'no reason given')})"]
-    if auc is not None:
-        parts = [f"test AUC {auc:.4f}" + _of_possible(result.get("optimal_auc"))]
-    if ne is not None:
-        parts.append(f"NE {ne:.4f}" + _of_possible(result.get("optimal_ne")))
-    if rate is not None:
-        parts.append(f"{rate:,.0f} samples/s on {result.get('world_size', '?')} ranks")
-    return ", ".join(parts)
-
-
-def render(status: RunStatus) -> str:
-    """The text of the command: a line for everything that is known."""
-    silent = status.heartbeat_age_s is not None and status.heartbeat_age_s > _STALE_S
-    age = f"last heartbeat {duration(status.heartbeat_age_s or 0)} ago" if silent else ""
-    started = status.state in (State.starting, State.running, State.unknown)
-    rows = {
-        "run": str(status.path),
-        "state": status.state + (f": {age or 'no heartbeat'}" if status.state is State.unknown else ""),
-        "warning": age if started and status.state is not State.unknown else "",
-        "reason": status.reason or "",
-        "image": f"not the one before, which had sha256 {status.image_changed_from}" * bool(status.image_changed_from),
-        "attempt": str(status.num_attempts or ""),
-        "job": "" if status.job is None else f"{status.job.job_id} ({status.job.launcher}, from {status.job.host})",
-        "progress": progress(status) if status.step is not None or started else "",
-        "checkpoint": "" if status.checkpoint_step is None else f"step {status.checkpoint_step:,}",
-        "result": result_line(status.result) if status.result else "",
-        "error": status.error or "",
-        "log": str(status.log_path or ""),
-    }
-    if status.state in (State.drained, State.cancelled, State.failed, State.lost) or (
-        status.state is State.requeued and status.job and status.job.launcher is Launcher.local
-    ):
-        rows["continue"] = f"{entry('submit')} resume={shown(status.path)}"
-    return "\n".join(f"{name:11}{text}" for name, text in rows.items() if text)
-
-
-def duration(seconds: float) -> str:
-    """A length of time in its two largest units."""
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    days, hours = divmod(hours, 24)
-    units = [(days, "d"), (hours, "h"), (minutes, "min"), (seconds, "s")]
-    first = next((i for i, (n, _) in enumerate(units) if n), 3)
-    return " ".join(f"{n} {unit}" for n, unit in units[first : first + 2] if n) or "0 s"
-
-
-def _state(
-    run: RunDir,
-    job: slurm.Job | None,
-    attempt: AttemptDir | None,
-    outcome: dict[str, Any],
-    heartbeat: dict[str, Any],
-    age_s: float | None,
-) -> State:
-    if outcome.get("outcome") in list(Outcome):
-        return State(outcome["outcome"])
-    # An attempt that was started by hand says nothing about the job, nor the job about it.
-    alive = slurm.is_alive(job, run) if attempt is None or (job and _is_of(attempt, job)) else None
-    if alive is False:
-        return State.lost
-    if attempt is None:
-        return State.queued if alive or (job and job.launcher is Launcher.slurm) else State.unknown
-    if alive is None and (time.time() - _started_at_s(attempt) if age_s is None else age_s) > _STALE_S:
-        return State.unknown
-    return State.starting if heartbeat.get("phase", "starting") in _STARTING_PHASES else State.running
-
-
-def _slurm_state(
-    said: slurm.JobState, attempt: AttemptDir | None, outcome: dict[str, Any], heartbeat: dict[str, Any]
-) -> State:
-    """Where a Slurm job stands: its queue knows whether it lives, the run directory what it does."""
-    if said.pending:
-        if attempt is None:
-            return State.queued
-        return State.requeued if _read(attempt.verdict_path).get("again") else State.preempted
-    if said.name == "CANCELLED":
-        return State.cancelled
-    if said.ended:
-        return State.drained if outcome.get("outcome") == Outcome.drained else State.failed
-    if attempt is None or outcome:  # the attempt of this start has not begun yet, or is being wound up
-        return State.starting
-    return State.starting if heartbeat.get("phase", "starting") in _STARTING_PHASES else State.running
-
-
-def _error(
-    run: RunDir,
-    job: slurm.Job | None,
-    attempt: AttemptDir | None,
-    outcome: dict[str, Any],
-    state: State,
-    said: slurm.JobState | None,
-) -> tuple[str | None, Path | None]:
-    """The first failing rank's own error, and the log to read."""
-    if state not in (State.failed, State.lost):
-        return None, None
-    given_up = _read(attempt.verdict_path).get("reason") if attempt else None
-    if attempt is None:
-        log_path = run.submission_path / f"{job.job_id if job else '*'}_0_log.err"
-        return "the job ended before its attempt began", log_path
-    if first := attempt.first_error():
-        return f"rank {first['rank']}: {' '.join(str(first['error']).split())}", attempt.rank_log_path(
-            int(first["rank"])
-        )
-    if said and said.name == "TIMEOUT":
-        return (
-            "its time limit came before it had saved; raise job.time_limit_min, or job.signal_lead_s if a save takes "
-            "longer"
-        ), attempt.node_log_path(0)
-    if given_up:
-        return str(given_up), attempt.node_log_path(0)
-    gone = "its processes are gone and left no outcome (killed, or the machine went down)"
-    return str(outcome.get("error") or gone), attempt.node_log_path(0)
-
-
-def _of_possible(optimum: float | None) -> str:
-    return "" if optimum is None else f" of {optimum:.4f} possible"
-
-
-def _attempts(run: RunDir) -> list[AttemptDir]:
-    try:
-        return run.attempts()
-    except ValueError:  # a copy that was cut off in an attempt.json
-        return []
-
-
-def _is_of(attempt: AttemptDir, job: slurm.Job) -> bool:
-    return attempt.name.rpartition(".")[0] == job.job_id
-
-
-def _started_at_s(attempt: AttemptDir) -> float:
-    return float(_read(attempt.facts_path).get("started_at_s", 0.0))
-
-
-def _read(path: Path) -> dict[str, Any]:
-    """The object in a file; nothing where a copy left it out, cut it off or may not read it."""
-    try:
-        return read_json(path) or {}
-    except (OSError, ValueError):
-        return {}
-
-
-def _main() -> int:
+def main() -> int:
+    """The command; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m rechpc.status", description=__doc__)
-    parser.add_argument("run_dir", help="run directory, as printed by rechpc.submit")
-    run_dir = parser.parse_args().run_dir
+    parser.add_argument("path", nargs="?", default="runs", help="run, sweep or directory of runs (default: runs)")
+    does = parser.add_mutually_exclusive_group()
+    does.add_argument("--watch", action="store_true", help="show it again and again until all runs have ended")
+    does.add_argument("--json", action="store_true", help="everything that is known, for programs")
+    does.add_argument("--logs", action="store_true", help="follow the log of a run, across attempts")
+    for verb, text in _VERBS.items():
+        does.add_argument(
+            f"--{verb}", dest="verb", action="store_const", const=verb, help=f"{text}; every run of a sweep"
+        )
+    parser.add_argument("--rank", type=int, default=0, help="whose log (default: 0)")
+    given = parser.parse_args()
+    path = Path(given.path).expanduser().absolute()
     try:
-        status = read_status(RunDir.open(run_dir))
-    except ConfigError as error:
+        if given.logs:
+            return _follow_log(RunDir.open(given.path), given.rank)
+        if given.verb:
+            return _tell(table.find(path), given.verb)
+        return _show(path, as_json=given.json, watch=given.watch)
+    except RechpcError as error:
         print(error, file=sys.stderr)
         return error.exit_status
     except PermissionError as error:
-        print(f"{run_dir}: {error.strerror}; a run directory is private to the user who submitted it", file=sys.stderr)
+        print(f"{path}: {error.strerror}; a run directory is private to the user who submitted it", file=sys.stderr)
         return ConfigError.exit_status
-    print(render(status))
-    if status.state is State.finished:
-        return 0
-    return 1 if status.state in (State.failed, State.lost) else 3
+    except KeyboardInterrupt:
+        return 130
+
+
+def _show(path: Path, *, as_json: bool, watch: bool) -> int:
+    is_run = (path / "config.yaml").exists()
+    while True:
+        found = table.read(path)
+        text = render(found.entries[0].status) if is_run else table.render(found)
+        text = table.as_json(found.entries) if as_json else text
+        if watch and sys.stdout.isatty():
+            print("\x1b[H\x1b[2J", end="")
+        print(text, flush=True)
+        if not watch or all(e.status.state in table.ENDED for e in found.entries):
+            return _EXIT.get(found.entries[0].status.state if len(found.entries) == 1 else found.state_of_all(), 3)
+        time.sleep(_WATCH_S)
+
+
+def _tell(runs: list[RunDir], verb: str) -> int:
+    """Stop runs in the way that `verb` says; those that have ended are left alone."""
+    problems = []
+    for run in runs:
+        job = slurm.newest_job(run)
+        if job is None or run.result_path.exists() or not slurm.is_alive(job, run):
+            print(f"{shown(run.path)}: {read_status(run).state}, left alone")
+            continue
+        try:
+            print(f"{shown(run.path)}: {_stop(run, job, verb)}", flush=True)
+        except LaunchError as error:
+            problems.append(f"{shown(run.path)}: {error}")
+    if problems:
+        raise LaunchError("\n".join(problems))
+    return 0
+
+
+def _stop(run: RunDir, job: slurm.Job, verb: str) -> str:
+    """Do it, and say what happens now. Raises LaunchError where it cannot be done."""
+    if verb == "requeue" and job.launcher is Launcher.local:
+        raise LaunchError(f"a local run is not requeued; stop it with --drain, then {entry('submit')} resume=")
+    said = slurm.state(job)
+    attempt = current_attempt(run)
+    if verb == "cancel" or (verb == "drain" and said and said.pending):
+        slurm.cancel(job)
+        return "cancelled" if verb == "cancel" else "taken out of the queue"
+    if said and said.pending:
+        return "waits in the queue already"
+    if attempt is None:
+        raise LaunchError(f"it is just starting; ask again for --{verb} in a moment")
+    attempt.request_stop(StopReason(verb))
+    return "saves, then stops" if verb == "drain" else "saves, then starts again"
+
+
+def _follow_log(run: RunDir, rank: int) -> int:
+    """Print a rank's log as it grows, attempt by attempt, until the run has ended."""
+    read: dict[str, int] = {}
+    while True:
+        status = read_status(run)  # before the log, for what it says last comes before its end
+        for name, data in _new_data(run, rank, read):
+            if name not in read:
+                print(f"==> attempt {name} <==", flush=True)
+            sys.stdout.buffer.write(data)  # a log may end within a character, or hold what is no text
+            sys.stdout.flush()
+            read[name] = read.get(name, 0) + len(data)
+        if status.state in table.ENDED or (status.state is State.requeued and _is_local(status)):
+            if not read:
+                raise ConfigError(f"{shown(run.path)}: no log of rank {rank}; see {run.attempts_path}")
+            return _EXIT.get(status.state, 3)
+        time.sleep(_LOG_S)
+
+
+def _new_data(run: RunDir, rank: int, read: dict[str, int]) -> Iterator[tuple[str, bytes]]:
+    """What each attempt's log holds beyond the bytes that were read."""
+    for attempt in run.attempts():
+        with contextlib.suppress(FileNotFoundError), attempt.rank_log_path(rank).open("rb") as file:
+            file.seek(read.get(attempt.name, 0))
+            if data := file.read():
+                yield attempt.name, data
+
+
+def _is_local(status: RunStatus) -> bool:
+    return status.job is not None and status.job.launcher is Launcher.local
 
 
 if __name__ == "__main__":
-    sys.exit(_main())
+    sys.exit(main())

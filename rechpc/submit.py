@@ -19,7 +19,8 @@ from rechpc.host import container, planner, provenance, slurm, task
 from rechpc.planned import Plan, render, summary
 from rechpc.rules import dump, load, validate
 from rechpc.rundir import RunDir, write_json, write_text
-from rechpc.status import entry, read_status, result_line, shown
+from rechpc.state import entry, read_status, result_line, shown
+from rechpc.sweep import Sweep
 
 HELP = """
 python -m rechpc.submit [GROUP=OPTION ...] [KEY=VALUE ...]
@@ -38,6 +39,7 @@ Common overrides
   runs_root=DIR name=NAME         the run directory is DIR/NAME/RUN_ID
 
   dry_run=true                    print what would be submitted, and the memory that tables take
+  -m optimizer.learning_rate=0.01,0.03 seed=1,2   a sweep; docs/sweeps.md
   force=true                      submit although no plan fits; python -m rechpc.plan says what would
   resume=RUN_DIR                  continue a run, with job.*, checkpoint.*, sharding.* changed if need be
   --cfg job                       print the composed configuration; all keys: rechpc/config.py
@@ -65,13 +67,12 @@ def main(command: CommandConfig, overrides: list[str]) -> int:
     if command.dry_run:
         print(_dry_run(planned, config))
         return 0
-    container.check(config.container)
+    _check_here(config, command)
     if config.cluster.launcher is Launcher.slurm and not command.stage:
-        _check_shared(Path(config.runs_root))
         slurm.check_site(planned, config)
     plan = _check_fits(config, force=command.force)
     if command.stage:
-        run = run or _write(config, plan)
+        run = run or _write(config, RunDir.create(Path(config.runs_root), config.name), plan)
         write_text(run.config_path, dump(config))
         template = "single_node" if config.job.nodes == 1 else "multi_node"
         print(f"run         {shown(run.path)}\nnext        sbatch slurm/{template}.sbatch {run.path}")
@@ -82,6 +83,30 @@ def main(command: CommandConfig, overrides: list[str]) -> int:
     print(f"job         {job.job_id} ({job.launcher}, from {job.host})")
     print(f"status      {entry('status')} {shown(run.path)}", flush=True)
     return follow(run, job, interrupts) if job.launcher is Launcher.local or command.wait else 0
+
+
+def sweep() -> Sweep:
+    """What is done with the combinations of a sweeper."""
+    return Sweep(check=_checked, write=_write)
+
+
+def _checked(command: CommandConfig) -> RunConfig:
+    """The run of one combination of a sweep; raises ConfigError for what cannot work, but for what the site refuses."""
+    config = _with_absolute_paths(command)
+    _check_data(config)
+    _check_warm_start(config)
+    slurm.check(RunDir(Path(config.runs_root).absolute()), config)
+    if not command.dry_run:
+        _check_here(config, command)
+        _check_fits(config, force=command.force)
+    return config
+
+
+def _check_here(config: RunConfig, command: CommandConfig) -> None:
+    """Raise ConfigError for what is not there, or in a place that other nodes do not see."""
+    container.check(config.container)
+    if config.cluster.launcher is Launcher.slurm and not command.stage:
+        _check_shared(Path(config.runs_root))
 
 
 def _check_fits(config: RunConfig, *, force: bool) -> Plan | None:
@@ -109,9 +134,8 @@ def _check_fits(config: RunConfig, *, force: bool) -> Plan | None:
     return plan
 
 
-def _write(config: RunConfig, plan: Plan | None) -> RunDir:
-    """A new run directory with everything that an attempt needs."""
-    run = RunDir.create(Path(config.runs_root), config.name)
+def _write(config: RunConfig, run: RunDir, plan: Plan | None = None) -> RunDir:
+    """Fill a new run directory with everything that an attempt needs."""
     try:
         provenance.write(run)
         write_text(run.config_path, dump(config))
@@ -127,7 +151,7 @@ def _write(config: RunConfig, plan: Plan | None) -> RunDir:
 def _launch(run: RunDir | None, config: RunConfig, plan: Plan | None, overrides: list[str]) -> tuple[RunDir, slurm.Job]:
     """Write the run directory (or the new configuration of a resumed run) and submit it; undone if that fails."""
     before = run.config_path.read_text() if run else None
-    run = run or _write(config, plan)
+    run = run or _write(config, RunDir.create(Path(config.runs_root), config.name), plan)
     try:
         write_text(run.config_path, dump(config))
         job = slurm.submit(task.HostTask(str(run.path)), run=run, config=config)
@@ -270,6 +294,6 @@ def _dry_run(run: RunDir, config: RunConfig) -> str:
 
 if __name__ == "__main__":
     try:
-        compose.run(main, HELP)
+        compose.run(main, HELP, sweep=sweep)
     except KeyboardInterrupt:
         sys.exit(130)

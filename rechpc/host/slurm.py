@@ -12,8 +12,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -69,9 +69,11 @@ class JobState:
         return self.name in _PENDING
 
 
+FORGOTTEN = "FORGOTTEN"  # our word for a job that Slurm no longer knows
+Known = Mapping[str, JobState]  # what Slurm said of many jobs at one moment, by job id
 _ENDED = {
     *("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED"),
-    *("REVOKED", "TIMEOUT"),
+    *("REVOKED", "TIMEOUT", FORGOTTEN),
 }
 _PENDING = {"PENDING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT"}
 
@@ -116,7 +118,7 @@ def submit(task: Callable[[], str], *, run: RunDir, config: RunConfig) -> Job:
     check(run, config)
     submitted_at_s = time.time()
     try:
-        with _submission_environment(run):
+        with submission_environment(run):
             job_id = str(_executor(run, config).submit(task).job_id)
     except (RuntimeError, ValueError, OSError) as error:  # submitit raises RuntimeErrors of its own
         reason = " ".join(str(error).split())
@@ -146,12 +148,12 @@ def newest_job(run: RunDir) -> Job | None:
         return None
 
 
-def is_alive(job: Job | None, run: RunDir) -> bool | None:
+def is_alive(job: Job | None, run: RunDir, known: Known | None = None) -> bool | None:
     """Whether a job still waits or runs; None where this machine cannot tell."""
     if job is None or job.path != str(run.path):
         return None
     if job.launcher is Launcher.slurm:
-        found = state(job)
+        found = state(job) if known is None else known.get(job.job_id)
         return None if found is None else not found.ended
     if job.pid is None or job.host != socket.gethostname() or not Path("/proc/self").exists():
         return None
@@ -164,38 +166,54 @@ def is_alive(job: Job | None, run: RunDir) -> bool | None:
 
 
 def state(job: Job) -> JobState | None:
-    """What Slurm says of a job; None where it is not at hand or has forgotten the job.
+    """What Slurm says of a job; None where it is not at hand."""
+    return snapshot([job]).get(job.job_id)
 
-    squeue knows the living, scontrol also what ended some minutes ago, sacct everything, where there is accounting.
+
+def snapshot(jobs: Iterable[Job]) -> Known:
+    """What Slurm says of all these jobs now; nothing where it is not at hand.
+
+    squeue knows the living and what ended some minutes ago, sacct everything, where there is accounting.
     """
-    if job.launcher is not Launcher.slurm:
-        return None
-    if text := _ask("squeue", "--noheader", f"--jobs={job.job_id}", "--states=all", "--format=%T|%r"):
-        name, _, reason = text.splitlines()[0].partition("|")
-        return JobState(name=name, reason=None if reason in ("None", "") else reason)
-    if match := re.search(r"JobState=(\w+) Reason=(\w+)", _ask("scontrol", "show", "job", "--oneliner", job.job_id)):
-        return JobState(name=match[1], reason=None if match[2] == "None" else match[2])
-    if text := _ask("sacct", "--noheader", "--parsable2", "--allocations", f"--jobs={job.job_id}", "--format=State"):
-        return JobState(name=text.split()[0], reason=None)  # "CANCELLED by 1000"
-    return None
+    wanted = {job.job_id for job in jobs if job.launcher is Launcher.slurm}
+    found: dict[str, JobState] = {}
+    # One id more, for squeue fails where it has forgotten the only one; it prints its line of names when it answers.
+    queue = ("squeue", "--array", "--states=all", "--format=%i|%T|%r", "--jobs=1,")
+    accounting = ("sacct", "--noheader", "--parsable2", "--allocations", "--format=JobID,State,Reason", "--jobs=")
+    answered = False
+    for *command, ids in (queue, accounting):
+        missing = sorted(wanted - found.keys())
+        text = ask(*command, ids + ",".join(missing)) if missing else ""
+        answered |= text.startswith("JOBID|")
+        for job_id, name, reason in (line.split("|") for line in text.splitlines() if line.count("|") == 2):
+            if job_id in missing:
+                words = name.split()  # "CANCELLED by 1000"
+                found[job_id] = JobState(name=words[0], reason=None if reason in ("None", "") else reason)
+    if answered:
+        found |= {job_id: JobState(name=FORGOTTEN, reason=None) for job_id in wanted - found.keys()}
+    return found
 
 
 def node_address(node_name: str) -> str | None:
     """Where Slurm finds a node; None where it does not say."""
-    match = re.search(r"NodeAddr=(\S+)", _ask("scontrol", "show", "node", "--oneliner", node_name))
+    match = re.search(r"NodeAddr=(\S+)", ask("scontrol", "show", "node", "--oneliner", node_name))
     return match[1] if match else None
 
 
 def cancel(job: Job) -> None:
-    """End a job. Raises LaunchError when Slurm refuses."""
-    _tell("scancel", job.job_id)
+    """End a job at once. Raises LaunchError when Slurm refuses."""
+    if job.pid is None:
+        tell("scancel", job.job_id)
+        return
+    with suppress(ProcessLookupError):  # it ended by itself meanwhile
+        os.kill(job.pid, signal.SIGKILL)  # of the local controller; its host task, torchrun and ranks die with it
 
 
 def requeue() -> None:
     """Have the job that this process belongs to start again; Slurm ends what is left of it now."""
-    job_id = os.environ["SLURM_JOB_ID"]
+    job_id = _job_id()
     try:
-        _tell("scontrol", "requeue", job_id)
+        tell("scontrol", "requeue", job_id)
     except LaunchError as error:
         raise LaunchError(
             f"job {job_id} should start again, but {error}; this site may forbid it (JobRequeue=0, --no-requeue): "
@@ -211,10 +229,10 @@ def check_site(run: RunDir, config: RunConfig) -> None:
             "or choose cluster=local"
         )
     partition = config.job.partition
-    known = _ask("sinfo", "--all", "--noheader", "--format=%R").split()
+    known = ask("sinfo", "--all", "--noheader", "--format=%R").split()
     if partition and known and not set(partition.split(",")) <= set(known):
         raise ConfigError(f"job.partition={partition}: no such partition; expected one of {', '.join(sorted(known))}")
-    limits = dict(re.findall(r"(\w+)=(\S+)", _ask("scontrol", "show", "partition", "--oneliner", partition or "")))
+    limits = dict(re.findall(r"(\w+)=(\S+)", ask("scontrol", "show", "partition", "--oneliner", partition or "")))
     minutes = _minutes(limits.get("MaxTime", "UNLIMITED"))
     if partition and minutes is not None and config.job.time_limit_min > minutes:
         # Without EnforcePartLimits Slurm takes such a job and never starts it (PartitionTimeLimit).
@@ -238,12 +256,17 @@ def attempt_of_this_job(run: RunDir) -> AttemptDir | None:
     return attempt if attempt.facts_path.exists() else None
 
 
-def batch_script(run: RunDir, config: RunConfig) -> str:
-    """The text that `submit` would hand to sbatch."""
+def batch_script(run: RunDir, config: RunConfig, *, element: bool = False) -> str:
+    """The text that `submit` would hand to sbatch; with `element` what an element of an array runs, without submitit.
+
+    submitit's host tasks look for a file that is named by the job, which is not known before an array is submitted.
+    """
     check(run, config)
+    task = shlex.join([sys.executable, "-u", "-m", "rechpc.host.task", str(run.path)])
     # Private in submitit 1.5.4, which has no public way to see the script before it is submitted; a test compares
     # it with what sbatch gets.
-    return str(_make_sbatch_string(_task_command(run), run.submission_path, **_sbatch_parameters(run, config)))
+    parameters = _sbatch_parameters(run, config) | {"map_count": 1 if element else None}
+    return str(_make_sbatch_string(task if element else _task_command(run), run.submission_path, **parameters))
 
 
 def local_command(run: RunDir) -> str:
@@ -271,7 +294,13 @@ def placement(launcher: Launcher, run: RunDir) -> Placement:
 
 def _slurm_attempt_name() -> str:
     # The count is unset in the first start of a job.
-    return f"{os.environ['SLURM_JOB_ID']}.{os.environ.get('SLURM_RESTART_COUNT', '0')}"
+    return f"{_job_id()}.{os.environ.get('SLURM_RESTART_COUNT', '0')}"
+
+
+def _job_id() -> str:
+    """The id of this job as `submit` knew it: an element of an array has one of its own beside it."""
+    array, element = (os.environ.get(f"SLURM_ARRAY_{name}_ID") for name in ("JOB", "TASK"))
+    return f"{array}_{element}" if array else os.environ["SLURM_JOB_ID"]
 
 
 def _executor(run: RunDir, config: RunConfig) -> Any:
@@ -359,7 +388,7 @@ def _code_variables(run: RunDir) -> dict[str, str]:
 
 
 @contextmanager
-def _submission_environment(run: RunDir) -> Iterator[None]:
+def submission_environment(run: RunDir) -> Iterator[None]:
     """What a job inherits: the variables that lead to its code, and deafness to this terminal.
 
     submitit's local controller is a plain child in our process group: Ctrl-C would kill it where the run shall be
@@ -380,7 +409,7 @@ def _submission_environment(run: RunDir) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _ask(*command: str) -> str:
+def ask(*command: str) -> str:
     """What a command of Slurm prints; nothing where it is not at hand, fails or takes too long."""
     try:
         done = _run(list(command))
@@ -389,13 +418,15 @@ def _ask(*command: str) -> str:
     return done.stdout.strip() if done.returncode == 0 else ""
 
 
-def _tell(*command: str) -> None:
+def tell(*command: str, text: str = "") -> str:
+    """What a command of Slurm prints. Raises LaunchError where it fails."""
     try:
-        done = _run(list(command))
+        done = _run(list(command), text=text)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise LaunchError(f"{shlex.join(command)}: {error}") from error
     if done.returncode:
         raise LaunchError(f"{shlex.join(command)}: {' '.join(done.stderr.split()) or f'status {done.returncode}'}")
+    return done.stdout
 
 
 def _run(command: list[str], *, text: str = "") -> "subprocess.CompletedProcess[str]":

@@ -40,3 +40,10 @@ def test_dry_run_needs_no_torch(python: Path, tmp_path: Path) -> None:
 
     assert "#SBATCH --nodes=2" in text
     assert "torch" not in run(python, "-m", "pip", "list").lower()
+
+
+def test_a_sweep_finds_its_plug_in(python: Path, tmp_path: Path) -> None:
+    text = run(python, "-m", "rechpc.submit", "-m", "seed=1,2", "dry_run=true", cwd=tmp_path)
+
+    assert "2 of 2 runs to start" in text
+    assert list(tmp_path.iterdir()) == []

@@ -1,3 +1,4 @@
+import os
 import shutil
 from pathlib import Path
 
@@ -39,3 +40,18 @@ def make_run(make_config, tmp_path):
         return run
 
     return make
+
+
+@pytest.fixture
+def commands(tmp_path, monkeypatch):
+    """Put commands that stand in for Slurm's on the PATH, in front of the others or alone."""
+
+    def put(*, alone=False, **bodies):
+        folder = tmp_path / "bin"
+        folder.mkdir()
+        for name, body in bodies.items():
+            (folder / name).write_text(f"#!/bin/sh\n{body}\n")
+            (folder / name).chmod(0o755)
+        monkeypatch.setenv("PATH", str(folder), prepend=None if alone else os.pathsep)
+
+    return put

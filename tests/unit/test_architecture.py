@@ -13,6 +13,8 @@ PREPARE = {f"prepare/{name}.py" for name in ("convert", "criteo", "features", "r
 ONLY = {
     "hydra": {"compose.py"},
     "submitit": {"host/slurm.py"},
+    "optuna": {"study.py"},
+    "plotly": {"report.py"},
     "torchrec.distributed.planner": {"rank/planning.py"},
     "polars": PREPARE,
     "pyarrow": {"rank/data.py", *PREPARE} - {"prepare/criteo.py"},

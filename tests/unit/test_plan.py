@@ -33,7 +33,7 @@ def command(monkeypatch, tmp_path, capsys, home):
     def run(entry, *overrides):
         monkeypatch.setattr(sys, "argv", [entry.__name__, *overrides])
         with pytest.raises(SystemExit) as exit_:
-            compose.run(entry.main, entry.HELP, sweep=getattr(entry, "compare", None))
+            compose.run(entry.main, entry.HELP, each=getattr(entry, "compare", None))
         return exit_.value.code, *capsys.readouterr()
 
     return run

@@ -25,21 +25,6 @@ from tests.configs import tiny
 RUN = RunDir(Path("/runs/dlrm/RUN_ID"))
 
 
-@pytest.fixture
-def commands(tmp_path, monkeypatch):
-    """Put commands that stand in for Slurm's on the PATH, in front of the others or alone."""
-
-    def put(*, alone=False, **bodies):
-        folder = tmp_path / "bin"
-        folder.mkdir()
-        for name, body in bodies.items():
-            (folder / name).write_text(f"#!/bin/sh\n{body}\n")
-            (folder / name).chmod(0o755)
-        monkeypatch.setenv("PATH", str(folder), prepend=None if alone else os.pathsep)
-
-    return put
-
-
 # Batch scripts
 
 SCRIPT = """\
@@ -338,29 +323,18 @@ def test_slurm_says_job_restart_and_node(monkeypatch):
 JOB = slurm.Job(
     launcher=Launcher.slurm, job_id="42", host=socket.gethostname(), pid=None, path=str(RUN.path), submitted_at_s=0.0
 )
-FORGOTTEN = "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1"
-ONE_LINE = "JobId=42 JobName=dlrm Priority=1 QOS=(null) JobState={} Reason={} Dependency=(null) Requeue=1"
-
-
-def answer(command, text):
-    """A command that knows job 42 only, where it is asked for it in this way."""
-    asked = {"squeue": "*--jobs=42*", "scontrol": "show\\ job\\ *42", "sacct": "*--jobs=42*"}[command]
-    return f"case \"$*\" in {asked}) echo '{text}';; *) exit 1;; esac"
+HEAD = "echo 'JOBID|STATE|REASON'"
 
 
 @pytest.mark.parametrize(
     ("bodies", "name", "reason"),
     [
-        ({"squeue": answer("squeue", "PENDING|Priority")}, "PENDING", "Priority"),
-        ({"squeue": answer("squeue", "RUNNING|None")}, "RUNNING", None),
-        (
-            {"squeue": FORGOTTEN, "scontrol": answer("scontrol", ONE_LINE.format("TIMEOUT", "TimeLimit"))},
-            "TIMEOUT",
-            "TimeLimit",
-        ),
-        ({"squeue": "", "scontrol": answer("scontrol", ONE_LINE.format("COMPLETED", "None"))}, "COMPLETED", None),
-        ({"squeue": "", "scontrol": FORGOTTEN, "sacct": answer("sacct", "CANCELLED by 1000")}, "CANCELLED", None),
-        ({"sacct": answer("sacct", "FAILED")}, "FAILED", None),
+        ({"squeue": f"{HEAD}; echo '42|PENDING|Priority'"}, "PENDING", "Priority"),
+        ({"squeue": f"{HEAD}; echo '42|RUNNING|None'; echo '43|FAILED|None'"}, "RUNNING", None),
+        ({"squeue": f"{HEAD}; echo '42|TIMEOUT|TimeLimit'"}, "TIMEOUT", "TimeLimit"),
+        ({"squeue": HEAD, "sacct": "echo '42|CANCELLED by 1000|None'"}, "CANCELLED", None),
+        ({"sacct": "echo '42|FAILED|'"}, "FAILED", None),
+        ({"squeue": HEAD, "sacct": "exit 1"}, slurm.FORGOTTEN, None),
     ],
 )
 def test_the_first_command_that_knows_the_job_says_its_state(commands, bodies, name, reason):
@@ -369,8 +343,8 @@ def test_the_first_command_that_knows_the_job_says_its_state(commands, bodies, n
     assert slurm.is_alive(JOB, RUN) is (name in ("PENDING", "RUNNING"))
 
 
-@pytest.mark.parametrize("bodies", [{}, {"squeue": FORGOTTEN, "scontrol": FORGOTTEN, "sacct": ""}])
-def test_where_no_command_knows_the_job_nothing_is_said(commands, bodies):
+@pytest.mark.parametrize("bodies", [{}, {"squeue": "exit 1", "sacct": "exit 1"}])
+def test_where_slurm_does_not_answer_nothing_is_said(commands, bodies):
     commands(alone=True, **bodies)
     assert slurm.state(JOB) is None
     assert slurm.is_alive(JOB, RUN) is None

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from rechpc import status
+from rechpc import state as status
 from rechpc.config import Launcher
 from rechpc.host import slurm
 from rechpc.rundir import RunDir, write_json
-from rechpc.status import State
+from rechpc.state import State
 
 DEAD_PID = 2**22 + 1  # larger than Linux gives out
 
@@ -89,7 +89,7 @@ def test_a_running_run_shows_its_progress(run, live_pid):
         "attempt    1",
         f"job        {live_pid} (local, from {socket.gethostname()})",
         "progress   step 120/400  31,200 samples/s  loss 0.5120  NE 0.8840  12 s left",
-        "checkpoint step 100",
+        "checkpoint step 100, 0 s old",
     ]
 
 
@@ -306,7 +306,9 @@ def test_exit_status_of_the_command(run, outcome, code):
 def test_a_path_that_is_no_run_is_one_line_and_exit_status_2(tmp_path):
     done = command(tmp_path)
     assert done.returncode == 2
-    assert done.stderr.splitlines() == [f"{tmp_path}: not a run directory; expected one with a config.yaml in it"]
+    assert done.stderr.splitlines() == [
+        f"{tmp_path}: not a run directory; expected one with a config.yaml in it, a sweep, or a directory of runs"
+    ]
 
 
 def command(path):
