@@ -90,7 +90,8 @@ def _features(found: Manifest) -> dict[str, dict[str, Any]]:
     """The tables in the order of the model, each with the features that look it up."""
     tables: dict[str, dict[str, Any]] = {}
     for feature in found.made_for["data"]["sparse"]:
-        table = tables.setdefault(feature["table"] or f"t_{feature['name']}", {"features": [], "files": []})
+        fresh = {"pooling": feature["pooling"], "features": [], "files": []}
+        table = tables.setdefault(feature["table"] or f"t_{feature['name']}", fresh)
         table["features"].append(feature["name"])
     return tables
 

@@ -25,7 +25,7 @@ def pooling_factors(config: RunConfig) -> dict[str, float]:
     Raises DataError for a data set that cannot be read.
     """
     data = config.data
-    measured = read_index(Path(data.path)).ids_per_sample if data.kind is DataKind.criteo and data.path else {}
+    measured = read_index(Path(data.path)).ids_per_sample if data.kind is not DataKind.synthetic and data.path else {}
     return {f.name: max(measured.get(f.name, f.ids_per_sample), 1e-3) for f in data.sparse}
 
 
@@ -47,7 +47,10 @@ def made_for(config: RunConfig) -> dict[str, Any]:
         "optimizers": [str(config.optimizer.sparse), str(config.optimizer.dense)],
         "model": _plain(config.model),
         "dense_features": len(config.data.dense),
-        "tables": {t.name: [t.rows, *(round(pooling[f.name], 4) for f in t.features)] for t in tables},
+        "tables": {
+            t.name: [t.rows, str(t.features[0].pooling), *(round(pooling[f.name], 4) for f in t.features)]
+            for t in tables
+        },
     }
 
 
@@ -136,7 +139,8 @@ def render(plan: Plan, config: RunConfig) -> str:
     whole = [n for n, t in plan["tables"].items() if t["type"] not in asked[n] and ShardingType.auto not in asked[n]]
     if whole:
         lines.append(
-            f"note: {len(whole)} tables are table_wise, for some rank would get no row: {', '.join(whole[:9])}"
+            f"note: {len(whole)} tables are table_wise, for some rank would get no row, or TorchRec would not pool "
+            f"them by mean: {', '.join(whole[:9])}"
         )
     lines += ["", f"{'table':24} {'rows':>13} {'dim':>4} {'bytes':>10}  {'sharding':14} {'kernel':17} ranks"]
     for name, table in plan["tables"].items():

@@ -33,7 +33,17 @@ from torchrec.distributed.types import CacheParams, ParameterSharding
 from torchrec.modules.embedding_configs import DataType
 
 from rechpc import memory, topology
-from rechpc.config import Device, Kernel, Precision, RunConfig, ShardingType, SparseOptimizer, Table, TablePrecision
+from rechpc.config import (
+    Device,
+    Kernel,
+    Pooling,
+    Precision,
+    RunConfig,
+    ShardingType,
+    SparseOptimizer,
+    Table,
+    TablePrecision,
+)
 from rechpc.errors import ConfigError, RechpcError
 from rechpc.planned import FORMAT, Plan, made_for, pooling_factors
 from rechpc.rank.model import WeightedLoss, build
@@ -192,11 +202,15 @@ def _types(table: Table, asked: list[ShardingType], config: RunConfig, table_byt
     ranks = {ShardingType.row_wise: config.world_size, ShardingType.table_row_wise: config.ranks_per_node}
     ranks[ShardingType.grid_shard] = config.ranks_per_node
     types = [t for t in asked if not _has_empty_shard(table.rows, ranks.get(t, 1))]
+    if table.features[0].pooling is Pooling.mean:
+        # TorchRec 1.8 divides by the number of ids for row_wise and table_row_wise alone: a grid would give the sum.
+        types = [t for t in types if t is not ShardingType.grid_shard]
     if types:
         return types
     logger.warning(
-        "table=%s rows=%d ranks=%d %s would leave a rank without rows: table_wise instead",
-        table.name, table.rows, config.world_size, "/".join(asked),
+        "table=%s rows=%d pooling=%s ranks=%d %s cannot be, without a rank without rows or a wrong mean: "
+        "table_wise instead",
+        table.name, table.rows, table.features[0].pooling, config.world_size, "/".join(asked),
     )  # fmt: skip
     return [ShardingType.table_wise]
 
