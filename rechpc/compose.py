@@ -75,6 +75,7 @@ def run(
             if sweep is None:
                 raise ConfigError("--multirun: this command takes one configuration; sweeps go to rechpc.submit")
             launch = sweep()
+            sys.path.append(str(_PACKAGE / "plugins"))  # Hydra takes plug-ins from the namespace hydra_plugins alone
             for plugin in ("hydra/launcher", "hydra/sweeper"):  # another sweeper may be chosen
                 if not any(argument.startswith(f"{plugin}=") for argument in sys.argv):
                     sys.argv.append(f"{plugin}=rechpc")
@@ -100,7 +101,7 @@ def _hydra_main(main: Callable[[CommandConfig, list[str]], int], launch: Launch 
         except RechpcError as error:
             failure = error  # raised below: Hydra would print a line of its own first
 
-    composed.launch = launch  # type: ignore[attr-defined] # Hydra gives hydra_plugins/rechpc.py nothing else of ours
+    composed.launch = launch  # type: ignore[attr-defined] # Hydra gives a plug-in nothing else of ours
     try:
         hydra.main(version_base="1.3", config_path=str(CONF_PATH), config_name="config")(composed)()
     except (HydraException, OmegaConfBaseException) as error:

@@ -74,6 +74,8 @@ def finish(run: RunDir, config: RunConfig, *, attempt: AttemptDir | None, launch
 
     `launch_status` is that of srun: non-zero with no outcome means that a node or the launch itself failed.
     """
+    if attempt is None and run.result_path.exists():
+        return Verdict(again=False, failed=False, reason="had finished before")
     if attempt is None:
         reason = f"srun ended with status {launch_status} before an attempt began; see {run.submission_path}"
         return Verdict(again=False, failed=True, reason=reason)

@@ -64,6 +64,8 @@ class HostTask:
         here = slurm.placement(config.cluster.launcher, run)
         if here.parent_pid is not None:
             lifeline.die_with(here.parent_pid)
+        if run.result_path.exists():  # Slurm requeues a preempted job that has just ended
+            return str(Outcome.finished)
         container.check_runtime(config.container)
         attempt, rendezvous = _begin(run, config, here)
         identifying = threading.Thread(target=_record_image, args=(run, attempt, config), daemon=True)

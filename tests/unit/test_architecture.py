@@ -11,7 +11,7 @@ PACKAGE = ROOT / "rechpc"
 
 PREPARE = {f"prepare/{name}.py" for name in ("convert", "criteo", "features", "rows", "shards", "sources")}
 ONLY = {
-    "hydra": {"compose.py"},
+    "hydra": {"compose.py", "plugins/hydra_plugins/rechpc_sweep.py"},
     "submitit": {"host/slurm.py"},
     "optuna": {"study.py"},
     "plotly": {"report.py"},

@@ -12,8 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from rechpc import lifeline
 from rechpc.errors import LaunchError
 from rechpc.host import provenance, slurm, task
+from rechpc.host.finish import finish
 from rechpc.rundir import Outcome, RunDir, StopReason, read_json, write_json
 
 RUN = RunDir(Path("/runs/dlrm/RUN_ID"))
@@ -198,6 +200,18 @@ def test_a_node_without_the_runtime_of_the_container_begins_no_attempt(start, mo
     _, err, outcome = running.end()
     assert (running.process.returncode, outcome, running.run.attempts()) == (1, None, [])
     assert "container.runtime=apptainer: apptainer is not on the PATH of this node; job.setup can load it" in err
+
+
+def test_a_run_that_has_finished_has_no_further_attempt(make_run, monkeypatch):
+    run = make_run()
+    run.result_path.write_text("{}")
+    monkeypatch.setenv("SUBMITIT_LOCAL_JOB_ID", str(os.getppid()))
+    monkeypatch.setattr(lifeline, "die_with", lambda pid: None)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    assert task.HostTask(str(run.path))() == "finished"
+    assert run.attempts() == []
+    verdict = finish(run, task.load(run.config_path), attempt=None, launch_status=0)
+    assert (verdict.again, verdict.failed) == (False, False)
 
 
 def test_the_same_process_id_twice_gives_two_attempts(make_run, monkeypatch):
