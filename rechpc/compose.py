@@ -4,6 +4,7 @@ Every entry that takes overrides is `compose.run(main, help_text)`. A user's mis
 problem and exit status 2, before anything is on disk.
 """
 
+import importlib
 import itertools
 import os
 import re
@@ -17,6 +18,7 @@ import hydra
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -75,7 +77,7 @@ def run(
             if sweep is None:
                 raise ConfigError("--multirun: this command takes one configuration; sweeps go to rechpc.submit")
             launch = sweep()
-            sys.path.append(str(_PACKAGE / "plugins"))  # Hydra takes plug-ins from the namespace hydra_plugins alone
+            _register_plugins()
             for plugin in ("hydra/launcher", "hydra/sweeper"):  # another sweeper may be chosen
                 if not any(argument.startswith(f"{plugin}=") for argument in sys.argv):
                     sys.argv.append(f"{plugin}=rechpc")
@@ -85,6 +87,14 @@ def run(
     except RechpcError as error:
         print(error, file=sys.stderr)
         sys.exit(error.exit_status)
+
+
+def _register_plugins() -> None:
+    # Hydra takes plug-ins from the namespace hydra_plugins alone, and looks for them only once a process.
+    sys.path.append(str(_PACKAGE / "plugins"))
+    plugins = importlib.import_module("hydra_plugins.rechpc_sweep")
+    for plugin in (plugins.RechpcLauncher, plugins.RechpcSweeper):
+        Plugins.instance().register(plugin)
 
 
 def _hydra_main(main: Callable[[CommandConfig, list[str]], int], launch: Launch | None = None) -> int:

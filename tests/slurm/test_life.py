@@ -129,10 +129,12 @@ def test_a_run_that_is_stopped_twice_before_it_saved_anything_fails_and_says_so(
 
 
 def test_a_run_that_cannot_save_before_its_time_limit_says_so(cluster: Cluster) -> None:
-    run = submit(cluster, "job.time_limit_min=1", "trainer.epochs=100", "checkpoint.every=0")
+    run = submit(cluster, "trainer.epochs=100", "checkpoint.every=0")
     with cancelled_at_end(run):
         run.wait_for_step(1)
         run.kill_rank(1, signal.SIGSTOP)
+        # Lowered only now, so that a slow machine reaches its first step too.
+        cluster.check("scontrol", "update", f"JobId={run.job_id}", "TimeLimit=1", user="root")
         run.wait_for_state("failed")
     assert "JobState=TIMEOUT" in cluster.check("scontrol", "show", "job", "--oneliner", run.job_id)
     assert "its time limit came before it had saved; raise job.time_limit_min" in run.status_text()
