@@ -7,6 +7,7 @@ says why this is not torch.distributed.checkpoint; `rechpc.manifest` knows the f
 
 import concurrent.futures
 import fnmatch
+import functools
 import hashlib
 import json
 import logging
@@ -17,8 +18,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
+import xxhash
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import ShardedTensor
 
@@ -26,8 +27,10 @@ from rechpc import dataset, manifest
 from rechpc.config import CheckpointConfig, DataKind, RunConfig
 from rechpc.errors import CheckpointError, RechpcError, TrainingError
 from rechpc.manifest import RNG, Block, File, Manifest, Tensor
+from rechpc.rank import reading
 from rechpc.rank.optim import Optimizers
 from rechpc.rank.process import Process, seed
+from rechpc.rank.reading import Copy, Part
 from rechpc.rank.sharding import local_shards
 from rechpc.rundir import RunDir
 
@@ -38,21 +41,6 @@ _PIECE_BYTES = 32 << 20
 _STATE_NAMES = {"momentum1": "sum"}
 
 State = dict[str, Any]  # what the loop wants back, plain JSON
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """A block of a named tensor that this rank holds; `tensor` is the live memory."""
-
-    name: str
-    shape: tuple[int, ...]  # of the whole
-    offset: tuple[int, ...]  # of this part in the whole
-    tensor: torch.Tensor
-    owned: bool  # this rank writes it; the others hold a replica
-
-    @property
-    def dtype(self) -> str:
-        return str(self.tensor.dtype).removeprefix("torch.")
 
 
 def parts(model: DistributedModelParallel, optimizers: Optimizers, rank: int) -> Iterator[Part]:
@@ -187,14 +175,20 @@ def _make_empty(path: Path) -> None:
 
 def _write_share(directory: Path, mine: Share, rank: int) -> tuple[File, list[tuple[str, str, tuple[int, ...], Block]]]:
     """Write a rank's file, durably; what it holds."""
-    path, digest, position = directory / f"rank-{rank:05d}.bin", hashlib.sha256(), 0
+    path, position = directory / f"rank-{rank:05d}.bin", 0
+    slow, fast = hashlib.sha256(), xxhash.xxh3_128()
+
+    def hash_(view: memoryview) -> None:
+        slow.update(view)
+        fast.update(view)
+
     try:
-        # A thread of its own for the checksum: it takes about as long as writing.
+        # A thread of its own for the checksums: they take about as long as writing.
         with open(path, "xb") as file, concurrent.futures.ThreadPoolExecutor(1) as beside:
             for name, piece in mine.pieces:
                 values = piece.cpu()
                 view = memoryview(values.view(torch.uint8).numpy())
-                hashed = beside.submit(digest.update, view)
+                hashed = beside.submit(hash_, view)
                 file.write(view)
                 # Has the disk begin now, beside the checksum, and not at the fsync.
                 os.posix_fadvise(file.fileno(), position, len(view), os.POSIX_FADV_DONTNEED)
@@ -211,7 +205,7 @@ def _write_share(directory: Path, mine: Share, rank: int) -> tuple[File, list[tu
         block = Block(path.name, position, part.offset, tuple(part.tensor.shape))
         entries.append((part.name, part.dtype, part.shape, block))
         position += part.tensor.numel() * part.tensor.element_size()
-    return File(path.name, position, digest.hexdigest()), entries
+    return File(path.name, position, slow.hexdigest(), fast.hexdigest()), entries
 
 
 def _manifest(written: list[Any], mine: Share, facts: dict[str, Any]) -> Manifest:
@@ -241,14 +235,25 @@ def restore(
         for torn in run.checkpoints_path.glob("step-*.tmp"):
             manifest.remove(torn)
     steps = process.agree(run.committed_steps() if process.is_main else None)
+    wanted = [part for part in parts(model, optimizers, process.env.rank) if not part.name.startswith(RNG)]
     for step in steps:
         path = run.checkpoint_path(step)
         try:
-            found = _verified(path, process)
+            found = _read_manifest(path, process)
         except CheckpointError as error:
-            logger.warning("checkpoint=%s skipped: %s", path.name, error)
+            _tell_skipped(path, error)
             continue
-        _resume(path, found, model, optimizers, config, process)
+        changed = differences(found.made_for, made_for(config))
+        if changed:
+            raise CheckpointError(f"{path}: made for another run: {', '.join(changed)} differ; start a new run")
+        needed = _needed(path, found, wanted, {name for name in found.tensors if not name.startswith(RNG)}, process)
+        try:
+            _load(path, found, needed, process)
+        except CheckpointError as error:
+            _tell_skipped(path, error)  # what it left in tensors, the next one overwrites
+            continue
+        _set_optimizer_step(optimizers, found.optimizer_step)
+        _together(process, functools.partial(_restore_rng, path, found, config, process))
         return found
     if steps:
         raise CheckpointError(
@@ -257,17 +262,8 @@ def restore(
     return None
 
 
-def _resume(
-    path: Path, found: Manifest, model: DistributedModelParallel, optimizers: Optimizers, config: RunConfig,
-    process: Process,
-) -> None:  # fmt: skip
-    changed = differences(found.made_for, made_for(config))
-    if changed:
-        raise CheckpointError(f"{path}: made for another run: {', '.join(changed)} differ; start a new run")
-    wanted = [part for part in parts(model, optimizers, process.env.rank) if not part.name.startswith(RNG)]
-    _load(path, found, wanted, {name for name in found.tensors if not name.startswith(RNG)}, process)
-    _set_optimizer_step(optimizers, found.optimizer_step)
-    _together(process, lambda: _restore_rng(path, found, config, process))
+def _tell_skipped(path: Path, error: CheckpointError) -> None:
+    logger.warning("checkpoint=%s skipped: %s", path.name, error)
 
 
 def warm_start(
@@ -282,9 +278,10 @@ def warm_start(
     located = _together(process, lambda: manifest.locate(source) if process.is_main else None)
     path = process.agree(located and located[0])
     try:
-        found = _verified(path, process)
+        found = _read_manifest(path, process)
         wanted = [p for p in parts(model, optimizers, process.env.rank) if _selected(p.name, config)]
-        _load(path, found, wanted, {name for name in found.tensors if _selected(name, config)}, process)
+        saved = {name for name in found.tensors if _selected(name, config)}
+        _load(path, found, _needed(path, found, wanted, saved, process), process)
     except CheckpointError as error:
         hint = "name what to leave out in checkpoint.init_exclude, or choose with checkpoint.init_include"
         raise CheckpointError(f"checkpoint.init_from={source}: {error}; {hint}") from error
@@ -302,29 +299,18 @@ def _selected(name: str, config: CheckpointConfig) -> bool:
     return included and not excluded
 
 
-def _verified(path: Path, process: Process) -> Manifest:
-    """The manifest of a checkpoint of which every byte was looked at, by one rank or another.
-
-    Collective: every rank. Raises CheckpointError on every rank with what is wrong.
-    """
+def _read_manifest(path: Path, process: Process) -> Manifest:
+    """Collective: every rank. Raises CheckpointError on every rank with what is wrong."""
     read = _together(process, lambda: manifest.read(path) if process.is_main else None)
     found = process.agree(read[0] if read is not None else None)
     assert isinstance(found, Manifest)
-
-    def check() -> None:
-        for file in found.files[process.env.rank :: process.env.world_size]:
-            problem = manifest.file_damage(path, file)
-            if problem:
-                raise CheckpointError(problem)
-
-    _together(process, check)
     return found
 
 
-def _load(path: Path, found: Manifest, wanted: list[Part], saved: set[str], process: Process) -> None:
-    """Fill the parts of this rank from the tensors `saved`.
+def _needed(path: Path, found: Manifest, wanted: list[Part], saved: set[str], process: Process) -> list[Copy]:
+    """What fills the parts of this rank from the tensors `saved`.
 
-    Collective: every rank. Raises CheckpointError on every rank when a name would be left unset or ignored.
+    Collective: every rank. Raises CheckpointError on every rank when a name or value would be left unset or ignored.
     """
     names = _together(process, lambda: {part.name for part in wanted})
     expected = process.agree(set().union(*names) if names is not None else None)
@@ -333,44 +319,20 @@ def _load(path: Path, found: Manifest, wanted: list[Part], saved: set[str], proc
             f"{path}: not in the checkpoint: {sorted(expected - saved)}; not in this program: "
             f"{sorted(saved - expected)}"
         )
-
-    def fill() -> None:
-        files = _map(path, found)
-        for part in wanted:
-            _fill(part, found.tensors[part.name], files, path)
-
-    _together(process, fill)
+    needed: list[Copy] = []
+    _together(process, lambda: needed.extend(reading.copies(path, found, wanted)))
+    return needed
 
 
-def _map(path: Path, found: Manifest) -> dict[str, Any]:
-    """The files in memory as they are read; copied on write only because torch has no read-only tensors."""
-    return {f.name: np.memmap(path / f.name, dtype=np.uint8, mode="c") for f in found.files if f.size_bytes}
+def _load(path: Path, found: Manifest, needed: list[Copy], process: Process) -> None:
+    """Do the copies while every byte of the checkpoint is looked at, by one rank or another.
 
-
-def _fill(part: Part, saved: Tensor, files: dict[str, Any], path: Path) -> None:
-    """Copy what the saved blocks hold of this part. Raises CheckpointError when that is not all of it."""
-    if saved.dtype != part.dtype or saved.shape != part.shape:
-        raise CheckpointError(
-            f"{path}: {part.name}: saved as {saved.dtype} {list(saved.shape)}, expected {part.dtype} {list(part.shape)}"
-        )
-    filled = 0
-    end = [o + n for o, n in zip(part.offset, part.tensor.shape, strict=True)]
-    for block in saved.parts:
-        begin = [max(a, b) for a, b in zip(part.offset, block.offset, strict=True)]
-        stop = [min(a, o + n) for a, o, n in zip(end, block.offset, block.shape, strict=True)]
-        if any(b >= s for b, s in zip(begin, stop, strict=True)):
-            continue
-        size_bytes = math.prod(block.shape) * part.tensor.element_size()
-        raw = torch.from_numpy(files[block.file][block.byte : block.byte + size_bytes])
-        whole = raw.view(part.tensor.dtype).reshape(block.shape)
-        taken = whole[tuple(slice(b - o, s - o) for b, s, o in zip(begin, stop, block.offset, strict=True))]
-        part.tensor[tuple(slice(b - o, s - o) for b, s, o in zip(begin, stop, part.offset, strict=True))].copy_(taken)
-        filled += taken.numel()
-    missing = part.tensor.numel() - filled
-    if missing:
-        raise CheckpointError(
-            f"{path}: {part.name}: {missing} of {part.tensor.numel()} values are not in the checkpoint"
-        )
+    Collective: every rank. Raises CheckpointError on every rank with what is wrong with a file.
+    """
+    mine = found.files[process.env.rank :: process.env.world_size]
+    left: list[Copy] = []
+    _together(process, lambda: left.extend(reading.check(path, mine, needed)))
+    _together(process, lambda: reading.fill(path, left))
 
 
 def _set_optimizer_step(optimizers: Optimizers, step: int) -> None:
@@ -384,7 +346,7 @@ def _restore_rng(path: Path, found: Manifest, config: RunConfig, process: Proces
     if rng.name not in found.tensors:  # more ranks than were saved
         seed(config.seed, process.env.rank, step=found.step)
         return
-    _fill(rng, found.tensors[rng.name], _map(path, found), path)
+    reading.fill(path, reading.copies(path, found, [rng]))
     try:
         torch.set_rng_state(rng.tensor)
     except RuntimeError as error:

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import xxhash
 
 from rechpc.config import DataKind, RunConfig, ShardingType
 from rechpc.errors import CheckpointError
@@ -338,7 +339,12 @@ def test_a_checkpoint_cannot_run_code(ranks, run, tmp_path):
     (path / ".metadata").write_bytes(payload)  # where torch.distributed.checkpoint unpickles what it finds
     content = payload + (path / "rank-00000.bin").read_bytes()[len(payload) :]
     (path / "rank-00000.bin").write_bytes(content)
-    edit_manifest(path, lambda m: m["files"][0].update(sha256=hashlib.sha256(content).hexdigest()))
+    edit_manifest(
+        path,
+        lambda m: m["files"][0].update(
+            sha256=hashlib.sha256(content).hexdigest(), xxh3_128=xxhash.xxh3_128_hexdigest(content)
+        ),
+    )
     assert [state for state, _ in ranks(2, try_restore, BASE, run)] == [{"step": 2}] * 2  # numbers, whatever they mean
     assert not (tmp_path / "ran").exists()
     pickle.loads(payload)

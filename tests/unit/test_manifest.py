@@ -25,7 +25,7 @@ def commit(run: RunDir, step: int) -> Path:
     block = Block("rank-00000.bin", 0, (0, 0), (4, 4))
     found = Manifest(
         step=step, optimizer_step=step, made_for={}, made_by={}, state={},
-        files=[File("rank-00000.bin", len(VALUES), sha256)], tensors={"w": Tensor("float32", (4, 4), [block])},
+        files=[File("rank-00000.bin", len(VALUES), sha256, "")], tensors={"w": Tensor("float32", (4, 4), [block])},
     )  # fmt: skip
     manifest.commit(temporary, path, found)
     return path
@@ -67,7 +67,7 @@ MALICIOUS = {
 @pytest.mark.parametrize("attack", MALICIOUS)
 def test_a_manifest_that_is_not_what_the_format_says_is_refused(run, attack):
     path = edited(commit(run, 1), MALICIOUS[attack])
-    with pytest.raises(CheckpointError, match=r"manifest.json is not what format 1 says: "):
+    with pytest.raises(CheckpointError, match=r"manifest.json is not what format 2 says: "):
         manifest.read(path)
 
 
