@@ -154,8 +154,11 @@ def _broken_rules(c: RunConfig) -> Iterator[str]:
     fixed, asked = c.cluster.ranks_per_node, c.job.ranks_per_node
     if fixed and asked and asked > fixed:
         yield f"job.ranks_per_node={asked}: a node of this cluster has {fixed}; set job.ranks_per_node={fixed}"
-    if c.cluster.launcher is Launcher.local and c.job.nodes != 1:
-        yield f"job.nodes={c.job.nodes}: cluster=local has one node; set job.nodes=1 or choose a Slurm cluster"
+    if c.cluster.launcher is Launcher.local and c.job.nodes != 1 and not c.cluster.rehearsal.of:
+        yield (
+            f"job.nodes={c.job.nodes}: cluster=local has one node; set job.nodes=1 or choose a Slurm "
+            "cluster, which cluster=rehearsal plays here"
+        )
     if c.job.signal_lead_s >= 60 * c.job.time_limit_min:
         yield (
             f"job.signal_lead_s={c.job.signal_lead_s:g}: the run would be told to save before it starts; "
