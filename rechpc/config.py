@@ -254,6 +254,7 @@ class ShardingConfig:
     forward_precision: Precision = option(Precision.fp32, "of pooled embeddings on their way between ranks")
     backward_precision: Precision = option(Precision.fp32, "of their gradients")
     reserve: float = option(0.15, "share of GPU memory kept free of tables", low=0, high=0.95)
+    replicas: int = option(1, "groups of ranks with all tables each (2D); only 1, see docs/decisions/0010", low=1)
 
     def of(self, table: str) -> TableSharding:
         """What holds for a table: of every key the last pattern that matches the name and sets it, else that of all."""

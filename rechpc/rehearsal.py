@@ -6,6 +6,7 @@ it, so the same collectives move the same features. Must not know how plans are 
 
 import glob
 from dataclasses import replace
+from typing import TypeVar
 
 from rechpc.config import (
     CheckpointConfig,
@@ -25,10 +26,12 @@ from rechpc.config import (
 from rechpc.planned import Plan
 from rechpc.rules import validate
 
+Run = TypeVar("Run", bound=RunConfig)
+
 _FEWEST_ROWS = 3  # of a vocabulary
 
 
-def scaled(job: RunConfig, plan: Plan) -> RunConfig:
+def scaled(job: Run, plan: Plan) -> Run:
     """The run here that rehearses a job with this plan; `job.cluster.rehearsal` says how small it is.
 
     Raises ConfigError for a size that is out of range.

@@ -57,7 +57,8 @@ _RESUMABLE = re.compile(
 def main(command: CommandConfig, overrides: list[str]) -> int:
     """Submit, resume or dry-run what the command line says; returns the exit status."""
     if command.resume is None:
-        run, config = None, _run_of(command)
+        run = None
+        config: RunConfig = _run_of(command)
     else:
         run = RunDir.open(command.resume)
         config = _resumed(run, command, overrides)
@@ -90,18 +91,47 @@ def sweep() -> Sweep:
     return Sweep(check=_checked, write=_write)
 
 
-def _checked(command: CommandConfig) -> RunConfig:
-    """The run of one combination of a sweep; raises ConfigError for what cannot work, but for what the site refuses."""
-    config = _run_of(command)
-    _check_data(config)
-    slurm.check(RunDir(Path(config.runs_root).absolute()), config)
-    if not command.dry_run:
-        _check_here(config, command)
-        _check_fits(config, force=command.force)
-    return config
+def _checked(commands: list[CommandConfig | ConfigError]) -> list[RunConfig | ConfigError]:
+    """The runs of the combinations of a sweep, or why they cannot work, but for what the site refuses."""
+    found: list[CommandConfig | ConfigError] = []
+    for command in commands:
+        try:
+            found.append(command if isinstance(command, ConfigError) else _unplanned(command))
+        except ConfigError as error:
+            found.append(error)
+    # One child process plans all, and each finds its answer in the cache below.
+    planner.answers([run for run in found if isinstance(run, CommandConfig) and _asks_planner(run)])
+    checked: list[RunConfig | ConfigError] = []
+    for run in found:
+        try:
+            if isinstance(run, CommandConfig) and not run.dry_run:
+                _check_fits(run, force=run.force)
+            checked.append(run)
+        except ConfigError as error:
+            checked.append(error)
+    return checked
 
 
-def _run_of(command: CommandConfig) -> RunConfig:
+def _unplanned(command: CommandConfig) -> CommandConfig:
+    """The run of one combination, checked but for its plan."""
+    run = _run_of(command)
+    _check_data(run)
+    slurm.check(RunDir(Path(run.runs_root).absolute()), run)
+    if not run.dry_run:
+        _check_here(run, command)
+    return run
+
+
+def _asks_planner(config: CommandConfig) -> bool:
+    """Whether `_check_fits` will."""
+    try:
+        memory.check(config)
+    except ConfigError:
+        return False
+    return config.cluster.device is not Device.cpu and not config.dry_run and planner.has_torch(config)
+
+
+def _run_of(command: CommandConfig) -> CommandConfig:
     """The run that a command line means: itself, or one that rehearses it here, once it is known to fit there."""
     job = _with_absolute_paths(command)
     _check_warm_start(job)
@@ -190,7 +220,7 @@ def _check_shared(root: Path) -> None:
             )
 
 
-def _with_absolute_paths(config: RunConfig) -> RunConfig:
+def _with_absolute_paths(config: CommandConfig) -> CommandConfig:
     """The same run from any working directory: ranks start elsewhere, and a resume may come from elsewhere."""
     data, image = config.data, config.container.image
     return dataclasses.replace(

@@ -166,7 +166,7 @@ def test_a_rehearsal_plays_the_nodes_and_the_sharding_types_of_the_job(tmp_path:
     types = {"t_a": "row_wise", "t_b": "grid_shard", "t_c": "data_parallel", "t_d": "table_row_wise"}
     job = [
         "data.kind=csv", "data.dense=[x]", f"data.sparse=[{sparse}]", f"data.path={tmp_path / 'data'}",
-        "sharding.tables={" + ", ".join(f"{table}: {{types: [{kind}]}}" for table, kind in types.items()) + "}",
+        "+sharding.tables={" + ", ".join(f"{table}: {{types: [{kind}]}}" for table, kind in types.items()) + "}",
     ]  # fmt: skip
     run(*job, f"data.source={tmp_path / 'raw'}", entry="prepare")
     small = ["cluster=rehearsal", "cluster.rehearsal.row_share=0.01", f"runs_root={tmp_path / 'runs'}"]

@@ -183,6 +183,22 @@ RULES = {
         "sharding.forward_precision=int8",
         "set it to fp32 or fp16",
     ),
+    "fp8 where rows are summed": (
+        ["cluster=mi300x", "sharding.forward_precision=fp8", "sharding=row_wise"],
+        "sharding.forward_precision=fp8",
+        "set it to fp16 or bf16, or sharding=table_wise",
+    ),
+    "int8 where the planner may cut one table by rows": (
+        [
+            "cluster=mi300x",
+            "sharding.backward_precision=int8",
+            "sharding=table_wise",
+            "sharding.tables={t_user: {types: [auto]}}",
+        ],
+        "sharding.backward_precision=int8: 1 tables may be cut by rows (t_user)",
+        "set it to fp16 or bf16",
+    ),
+    "replicated groups of ranks": (["cluster=mi300x", "sharding.replicas=2"], "sharding.replicas=2", "set it to 1"),
     "a column width that does not divide": (
         ["sharding.column_width=12"],
         "sharding.column_width=12",
@@ -212,6 +228,11 @@ def test_a_broken_rule_is_one_line_with_the_key_and_the_fix(rule):
     (line,) = str(error.value).splitlines()
     assert key in line
     assert fix in line.partition(key)[2]
+
+
+@pytest.mark.parametrize("precision", ["fp8", "int8"])
+def test_whole_tables_may_be_sent_in_eight_bits_on_gpus(precision):
+    changed("cluster=mi300x", f"sharding.forward_precision={precision}", "sharding=table_wise")
 
 
 def test_every_mistake_is_listed():

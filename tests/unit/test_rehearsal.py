@@ -68,14 +68,14 @@ def test_it_is_short_saves_half_way_and_reads_no_more_than_it_trains_on():
 
 
 def test_what_a_cpu_cannot_is_replaced_and_said():
-    job = compose(*JOB, "sharding.forward_precision=fp8", "sharding.kernel=fused_uvm_caching")
+    job = compose(*JOB, "sharding.forward_precision=bf16", "sharding.kernel=fused_uvm_caching")
     run = scaled(job, plan())
     assert (run.cluster.device, run.cluster.launcher) == (Device.cpu, Launcher.local)
     assert (run.sharding.forward_precision, run.sharding.backward_precision) == (Precision.fp16, Precision.fp32)
     assert run.sharding.kernel is Kernel.fused
     text = describe(job, run)
     assert text.startswith("of 16 x 8 ranks of mi250x as 2 x 2 CPU ranks: 0.001 of the rows, 20 steps of 64 samples")
-    assert "forward_precision=fp16 for fp8" in text
+    assert "forward_precision=fp16 for bf16" in text
     assert "kernel fused" in text
     assert "backward_precision" not in text
 
