@@ -286,7 +286,11 @@ def _sharding_rules(c: RunConfig) -> Iterator[str]:
 
 def _precision_rules(c: RunConfig) -> Iterator[str]:
     """What cannot be sent in so few bits."""
-    summed = [name for name in c.data.tables() if _REDUCED & set(c.sharding.of(name).types)]
+    chosen = {name: c.sharding.of(name) for name in c.data.tables()}
+    summed = [name for name, one in chosen.items() if _REDUCED & set(one.types)]
+    widths = {
+        one.column_width or 4 if COLUMN_CUT & set(one.types) else c.model.embedding_dim for one in chosen.values()
+    }
     for key in ("forward_precision", "backward_precision"):
         precision = getattr(c.sharding, key)
         if c.cluster.device is Device.cpu and precision not in (Precision.fp32, Precision.fp16):
@@ -295,6 +299,12 @@ def _precision_rules(c: RunConfig) -> Iterator[str]:
             yield (
                 f"sharding.{key}={precision}: {len(summed)} tables may be cut by rows ({', '.join(summed[:3])}), whose "
                 "sums ranks add up in 16 bits or more; set it to fp16 or bf16, or sharding=table_wise or column_wise"
+            )
+        elif precision is Precision.int8 and any(width % 32 for width in widths):
+            yield (  # whatever the batch, the last of an epoch too (FBGEMM 1.8, quantize_comm.py)
+                f"sharding.{key}=int8: packs 32 columns, model.embedding_dim={c.model.embedding_dim} and "
+                f"sharding.column_width={c.sharding.column_width} do not fill them; make it, or both if columns "
+                "are cut, multiples of 32, or set it to fp16"
             )
 
 
