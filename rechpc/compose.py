@@ -107,7 +107,10 @@ def _hydra_main(main: Callable[[CommandConfig, list[str]], int], launch: Launch 
     def composed(raw: DictConfig) -> None:
         nonlocal status, failure
         try:
-            status = main(typed(raw), list(HydraConfig.get().overrides.task))
+            overrides = list(HydraConfig.get().overrides.task)
+            if job := rehearsed(raw, overrides):
+                raw = hydra.compose("config", job)
+            status = main(typed(raw), overrides)
         except RechpcError as error:
             failure = error  # raised below: Hydra would print a line of its own first
 
@@ -132,6 +135,8 @@ def _expanded(arguments: list[str]) -> Each:
             found: Each = []
             for combination in itertools.product(*choices):
                 raw = hydra.compose("config", [*fixed, *combination])
+                if job := rehearsed(raw, [*fixed, *combination]):
+                    raw = hydra.compose("config", job)
                 try:
                     found.append((" ".join(combination), typed(raw)))
                 except ConfigError as error:
@@ -154,6 +159,15 @@ def typed(raw: DictConfig) -> CommandConfig:
     if config.resume is None:
         validate(config)
     return config
+
+
+def rehearsed(raw: DictConfig, overrides: list[str]) -> list[str] | None:
+    """The overrides that compose the job that is rehearsed, on its own cluster; None for what is no rehearsal."""
+    of = OmegaConf.select(raw, "cluster.rehearsal.of")
+    if of is None or raw.resume is not None:
+        return None
+    kept = [o for o in overrides if o.partition("=")[0].lstrip("+") not in ("cluster", "cluster.rehearsal.of")]
+    return [*kept, f"cluster={of}", f"cluster.rehearsal.of={of}"]
 
 
 def explain_hydra(error: Exception) -> str:

@@ -148,6 +148,18 @@ class DenseOptimizer(StrEnum):
 
 
 @dataclass(kw_only=True, slots=True)
+class RehearsalConfig:
+    """How small the job of another cluster is made for the CPUs of this machine (see rechpc.rehearsal)."""
+
+    of: str | None = option(None, "option of cluster= that the job will have; null: no rehearsal")
+    nodes: int = option(2, "nodes that are played, or as many as the job has if that is fewer", low=1)
+    ranks_per_node: int = option(2, "ranks on each, or as many as the job has if that is fewer", low=1)
+    row_share: float = option(0.001, "share of its rows that a table keeps", low=1e-9, high=1)
+    local_batch: int = option(16, "samples of one rank in one step", low=1)
+    steps: int = option(20, "steps; half-way a checkpoint", low=2)
+
+
+@dataclass(kw_only=True, slots=True)
 class ClusterConfig:
     """What exists: the launcher and the hardware of one node."""
 
@@ -165,6 +177,7 @@ class ClusterConfig:
     host_to_gpu_gb_per_s: float = option(32.0, "bandwidth of a GPU to host memory, for tables kept there", low=0.001)
     dense_tflops: float = option(0.1, "peak of one rank in float32 matrix products, for the roofline", low=0.001)
     storage_gb_per_s: float = option(1.0, "what one node writes to runs_root, for the time of a save", low=0.001)
+    rehearsal: RehearsalConfig = field(default_factory=RehearsalConfig)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -241,6 +254,7 @@ class ShardingConfig:
     forward_precision: Precision = option(Precision.fp32, "of pooled embeddings on their way between ranks")
     backward_precision: Precision = option(Precision.fp32, "of their gradients")
     reserve: float = option(0.15, "share of GPU memory kept free of tables", low=0, high=0.95)
+    replicas: int = option(1, "groups of ranks with all tables each (2D); only 1, see docs/decisions/0010", low=1)
 
     def of(self, table: str) -> TableSharding:
         """What holds for a table: of every key the last pattern that matches the name and sets it, else that of all."""
@@ -303,6 +317,7 @@ class DataConfig:
     list_separator: str = option("|", "for kind=csv: what separates the ids of a list")
     bad_rows: BadRows = option(BadRows.fail, "what prepare does about a bad row: fail, skip it or fix it")
     max_bad_rows: int = option(1000, "bad rows that are skipped or fixed before prepare gives up", low=0)
+    rehearsal_rows: int | None = option(None, "samples of a split in a rehearsal, ids folded; null: none", low=1)
     synthetic: SyntheticConfig = field(default_factory=SyntheticConfig)
 
     def mappings(self) -> dict[str, str]:
@@ -401,6 +416,11 @@ class RunConfig:
     @property
     def world_size(self) -> int:
         return self.job.nodes * self.ranks_per_node
+
+    @property
+    def machines(self) -> int:
+        """Nodes that are really there; in a rehearsal one plays them all."""
+        return 1 if self.cluster.launcher is Launcher.local else self.job.nodes
 
 
 @dataclass(kw_only=True, slots=True)

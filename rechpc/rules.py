@@ -37,6 +37,10 @@ from rechpc.config import (
 from rechpc.errors import ConfigError
 
 COLUMN_CUT = {ShardingType.column_wise, ShardingType.grid_shard}
+# Their partial sums are added up on the way, which TorchRec cannot in these: it sends 16 bits for fp8 without a word,
+# and adds the bytes of int8 (seen in 1.8).
+_REDUCED = {ShardingType.auto, ShardingType.row_wise, ShardingType.table_row_wise, ShardingType.grid_shard}
+_NOT_REDUCIBLE = {Precision.fp8, Precision.int8}
 
 
 def validate(config: RunConfig) -> None:
@@ -154,8 +158,11 @@ def _broken_rules(c: RunConfig) -> Iterator[str]:
     fixed, asked = c.cluster.ranks_per_node, c.job.ranks_per_node
     if fixed and asked and asked > fixed:
         yield f"job.ranks_per_node={asked}: a node of this cluster has {fixed}; set job.ranks_per_node={fixed}"
-    if c.cluster.launcher is Launcher.local and c.job.nodes != 1:
-        yield f"job.nodes={c.job.nodes}: cluster=local has one node; set job.nodes=1 or choose a Slurm cluster"
+    if c.cluster.launcher is Launcher.local and c.job.nodes != 1 and not c.cluster.rehearsal.of:
+        yield (
+            f"job.nodes={c.job.nodes}: cluster=local has one node; set job.nodes=1 or choose a Slurm "
+            "cluster, which cluster=rehearsal plays here"
+        )
     if c.job.signal_lead_s >= 60 * c.job.time_limit_min:
         yield (
             f"job.signal_lead_s={c.job.signal_lead_s:g}: the run would be told to save before it starts; "
@@ -269,9 +276,36 @@ def _sharding_rules(c: RunConfig) -> Iterator[str]:
                 f"{key}type{many}=data_parallel with model.table_precision=fp16: a replicated table would keep its "
                 "optimizer state in fp16 too; choose another type or model.table_precision=fp32"
             )
+    if s.replicas != 1:
+        yield (
+            f"sharding.replicas={s.replicas}: TorchRec averages the replicas of a table after a step, which is another "
+            "model with Adagrad, and on GPUs only; set it to 1, and sharding=table_row_wise keeps rows inside a node"
+        )
+    yield from _precision_rules(c)
+
+
+def _precision_rules(c: RunConfig) -> Iterator[str]:
+    """What cannot be sent in so few bits."""
+    chosen = {name: c.sharding.of(name) for name in c.data.tables()}
+    summed = [name for name, one in chosen.items() if _REDUCED & set(one.types)]
+    widths = {
+        one.column_width or 4 if COLUMN_CUT & set(one.types) else c.model.embedding_dim for one in chosen.values()
+    }
     for key in ("forward_precision", "backward_precision"):
-        if c.cluster.device is Device.cpu and getattr(s, key) not in (Precision.fp32, Precision.fp16):
-            yield f"sharding.{key}={getattr(s, key)}: gloo, between CPU ranks, cannot; set it to fp32 or fp16"
+        precision = getattr(c.sharding, key)
+        if c.cluster.device is Device.cpu and precision not in (Precision.fp32, Precision.fp16):
+            yield f"sharding.{key}={precision}: gloo, between CPU ranks, cannot; set it to fp32 or fp16"
+        elif precision in _NOT_REDUCIBLE and summed:
+            yield (
+                f"sharding.{key}={precision}: {len(summed)} tables may be cut by rows ({', '.join(summed[:3])}), whose "
+                "sums ranks add up in 16 bits or more; set it to fp16 or bf16, or sharding=table_wise or column_wise"
+            )
+        elif precision is Precision.int8 and any(width % 32 for width in widths):
+            yield (  # whatever the batch, the last of an epoch too (FBGEMM 1.8, quantize_comm.py)
+                f"sharding.{key}=int8: packs 32 columns, model.embedding_dim={c.model.embedding_dim} and "
+                f"sharding.column_width={c.sharding.column_width} do not fill them; make it, or both if columns "
+                "are cut, multiples of 32, or set it to fp16"
+            )
 
 
 def _data_rules(d: DataConfig) -> Iterator[str]:

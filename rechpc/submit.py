@@ -10,7 +10,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from rechpc import compose, manifest, memory
+from rechpc import compose, manifest, memory, rehearsal
 from rechpc.config import CommandConfig, DataKind, Device, Launcher, RunConfig
 from rechpc.dataset import check_index, read_index
 from rechpc.errors import CheckpointError, ConfigError, DataError
@@ -30,6 +30,7 @@ Ctrl-C saves the run and stops it; a second Ctrl-C kills it.
 
 Common overrides
   cluster=slurm                   submit to Slurm instead of running here
+  cluster=rehearsal cluster.rehearsal.of=mi300x   play the job of that cluster here, small; docs/sharding.md
   job.ranks_per_node=3            ranks (GPUs) on each node; job.nodes=4 for more nodes
   model=dlrm_dcnv2                another model
   sharding=row_wise               how tables are spread over ranks
@@ -56,8 +57,8 @@ _RESUMABLE = re.compile(
 def main(command: CommandConfig, overrides: list[str]) -> int:
     """Submit, resume or dry-run what the command line says; returns the exit status."""
     if command.resume is None:
-        run, config = None, _with_absolute_paths(command)
-        _check_warm_start(config)
+        run = None
+        config: RunConfig = _run_of(command)
     else:
         run = RunDir.open(command.resume)
         config = _resumed(run, command, overrides)
@@ -90,16 +91,60 @@ def sweep() -> Sweep:
     return Sweep(check=_checked, write=_write)
 
 
-def _checked(command: CommandConfig) -> RunConfig:
-    """The run of one combination of a sweep; raises ConfigError for what cannot work, but for what the site refuses."""
-    config = _with_absolute_paths(command)
-    _check_data(config)
-    _check_warm_start(config)
-    slurm.check(RunDir(Path(config.runs_root).absolute()), config)
-    if not command.dry_run:
-        _check_here(config, command)
-        _check_fits(config, force=command.force)
-    return config
+def _checked(commands: list[CommandConfig | ConfigError]) -> list[RunConfig | ConfigError]:
+    """The runs of the combinations of a sweep, or why they cannot work, but for what the site refuses."""
+    found: list[CommandConfig | ConfigError] = []
+    for command in commands:
+        try:
+            found.append(command if isinstance(command, ConfigError) else _unplanned(command))
+        except ConfigError as error:
+            found.append(error)
+    # One child process plans all, and each finds its answer in the cache below.
+    planner.answers([run for run in found if isinstance(run, CommandConfig) and _asks_planner(run)])
+    checked: list[RunConfig | ConfigError] = []
+    for run in found:
+        try:
+            if isinstance(run, CommandConfig) and not run.dry_run:
+                _check_fits(run, force=run.force)
+            checked.append(run)
+        except ConfigError as error:
+            checked.append(error)
+    return checked
+
+
+def _unplanned(command: CommandConfig) -> CommandConfig:
+    """The run of one combination, checked but for its plan."""
+    run = _run_of(command)
+    _check_data(run)
+    slurm.check(RunDir(Path(run.runs_root).absolute()), run)
+    if not run.dry_run:
+        _check_here(run, command)
+    return run
+
+
+def _asks_planner(config: CommandConfig) -> bool:
+    """Whether `_check_fits` will."""
+    try:
+        memory.check(config)
+    except ConfigError:
+        return False
+    return config.cluster.device is not Device.cpu and not config.dry_run and planner.has_torch(config)
+
+
+def _run_of(command: CommandConfig) -> CommandConfig:
+    """The run that a command line means: itself, or one that rehearses it here, once it is known to fit there."""
+    job = _with_absolute_paths(command)
+    _check_warm_start(job)
+    if job.cluster.rehearsal.of is None:
+        return job
+    _check_data(job)
+    (answer,) = planner.answers([job])
+    if "error" in answer:
+        raise ConfigError("; ".join([answer["error"], *(f"{change} fits" for change in answer["advice"])]))
+    print(f"plan        {summary(answer['plan'], job)}")
+    run = rehearsal.scaled(job, answer["plan"])
+    print(f"rehearsal   {rehearsal.describe(job, run)}")
+    return run
 
 
 def _check_here(config: RunConfig, command: CommandConfig) -> None:
@@ -175,7 +220,7 @@ def _check_shared(root: Path) -> None:
             )
 
 
-def _with_absolute_paths(config: RunConfig) -> RunConfig:
+def _with_absolute_paths(config: CommandConfig) -> CommandConfig:
     """The same run from any working directory: ranks start elsewhere, and a resume may come from elsewhere."""
     data, image = config.data, config.container.image
     return dataclasses.replace(
@@ -278,7 +323,7 @@ def _dry_run(run: RunDir, config: RunConfig) -> str:
     """Everything that would be submitted, and the memory that it needs."""
     if config.cluster.launcher is Launcher.slurm:
         script = slurm.batch_script(run, config)
-        rendezvous = task.Rendezvous(host="NODE_0", port=0) if config.job.nodes > 1 else None
+        rendezvous = task.Rendezvous(host="NODE_0", port=0) if config.machines > 1 else None
     else:
         script = f"none, cluster.launcher=local starts\n{slurm.local_command(run)}"
         rendezvous = None

@@ -42,7 +42,10 @@ class Sweep:
     """Takes the batches that a sweeper chooses; `check` and `write` are what submit does with a single run."""
 
     def __init__(
-        self, *, check: Callable[[CommandConfig], RunConfig], write: Callable[[RunConfig, RunDir], RunDir]
+        self,
+        *,
+        check: Callable[[list[CommandConfig | ConfigError]], list[RunConfig | ConfigError]],
+        write: Callable[[RunConfig, RunDir], RunDir],
     ) -> None:
         self.status = 0
         self._check, self._write = check, write
@@ -88,23 +91,31 @@ class Sweep:
         swept = {key for pair in pairs for key in pair if len({p.get(key) for p in pairs}) > 1}
         elements: list[Element] = []
         problems: dict[str, str] = {}
-        for combination, pair in zip(batch, pairs, strict=True):
-            try:
-                if isinstance(combination.config, ConfigError):
-                    raise combination.config
-                for key in ("resume", "stage", "wait"):
-                    if getattr(combination.config, key):
-                        raise ConfigError(f"{key}=: not with -m; a sweep has sweep.dir= to continue, and sweep.wait=")
-                place = self._place = self._place or _place(combination.config)
-                config = self._check(dataclasses.replace(combination.config, runs_root=str(place.path.parent)))
-                run = place.run(_run_id(config, swept))
-                elements.append(Element(run=run, config=config, overrides=combination.overrides))
-            except ConfigError as error:
+        checked = self._check([self._placed(combination.config) for combination in batch])
+        for combination, pair, config in zip(batch, pairs, checked, strict=True):
+            if isinstance(config, ConfigError):
                 # What all combinations get wrong is said once.
-                problems.setdefault(str(error), ", ".join(f"{key}={pair[key]}" for key in pair if key in swept))
+                problems.setdefault(str(config), ", ".join(f"{key}={pair[key]}" for key in pair if key in swept))
+                continue
+            assert self._place is not None
+            run = self._place.run(_run_id(config, swept))
+            elements.append(Element(run=run, config=config, overrides=combination.overrides))
         if problems:
             raise ConfigError("\n".join(f"{where}: {what}" if where else what for what, where in problems.items()))
         return elements
+
+    def _placed(self, command: CommandConfig | ConfigError) -> CommandConfig | ConfigError:
+        """One combination with its runs in the directory of the sweep, or why it cannot be part of one."""
+        if isinstance(command, ConfigError):
+            return command
+        for key in ("resume", "stage", "wait"):
+            if getattr(command, key):
+                return ConfigError(f"{key}=: not with -m; a sweep has sweep.dir= to continue, and sweep.wait=")
+        try:
+            self._place = self._place or _place(command)
+        except ConfigError as error:
+            return error
+        return dataclasses.replace(command, runs_root=str(self._place.path.parent))
 
     def _directory(self, element: Element) -> None:
         """The directory of a run with its configuration, new or as a run was left."""

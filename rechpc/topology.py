@@ -43,7 +43,7 @@ def of(config: RunConfig) -> Topology:
         local_world_size=config.ranks_per_node,
         device=cluster.device,
         hbm_bytes=int(cluster.hbm_gib * GIB),
-        host_memory_bytes=node_bytes // config.ranks_per_node,
+        host_memory_bytes=node_bytes * config.machines // config.world_size,
         hbm_bytes_per_s=cluster.hbm_gb_per_s * 1e9,
         host_memory_bytes_per_s=cluster.host_memory_gb_per_s * 1e9,
         intra_node_bytes_per_s=cluster.intra_node_gb_per_s * 1e9,

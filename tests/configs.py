@@ -37,7 +37,9 @@ def compose(*overrides: str) -> CommandConfig:
 def _composed(*overrides: str) -> DictConfig:
     ConfigStore.instance().store(name="schema", node=CommandConfig)
     with hydra.initialize_config_dir(str(product.CONF_PATH), version_base="1.3"):
-        return hydra.compose("config", overrides=list(overrides))
+        raw = hydra.compose("config", overrides=list(overrides))
+        job = product.rehearsed(raw, list(overrides))
+        return hydra.compose("config", overrides=job) if job else raw
 
 
 def changed(*overrides: str) -> CommandConfig:

@@ -134,7 +134,7 @@ def torchrun_argv(
         meet = ["--node-rank", str(node_rank), "--master-addr", rendezvous.host, "--master-port", str(rendezvous.port)]
     return [
         *(python, "-u", "-m", "torch.distributed.run"),
-        *("--nnodes", str(config.job.nodes), "--nproc-per-node", str(config.ranks_per_node), *meet),
+        *("--nnodes", str(config.machines), "--nproc-per-node", str(config.world_size // config.machines), *meet),
         *("-m", "rechpc.train", str(run.path), "--attempt", attempt_name),
     ]
 
@@ -143,7 +143,7 @@ def rank_environment(config: RunConfig, host: Mapping[str, str], *, code_path: P
     """The variables that are set for the ranks; `container.env` comes last and wins."""
     env = {
         # Unset, two ranks on two cores ran 2.8 times slower: each takes a thread per core and spins while it waits.
-        "OMP_NUM_THREADS": str(max(1, cpus // config.ranks_per_node)),
+        "OMP_NUM_THREADS": str(max(1, cpus * config.machines // config.world_size)),
         "OMP_WAIT_POLICY": "PASSIVE",
         # torchrun reads its defaults from PET_*. It would install handlers for SIGTERM and SIGINT, which a stopping
         # run must survive; it needs one signal at least. From torch 2.9 on (older ones ignore it), where torchrun
@@ -154,7 +154,7 @@ def rank_environment(config: RunConfig, host: Mapping[str, str], *, code_path: P
         "PYTHONSAFEPATH": "1",  # else `python -m` prefers the current directory to the run's own code
         "PYTHONUNBUFFERED": "1",
     }
-    if config.job.nodes == 1:
+    if config.machines == 1:
         env["GLOO_SOCKET_IFNAME"] = "lo"  # else gloo needs a host name that resolves
     env.update(_visible_devices(host))
     return env | config.container.env
@@ -180,12 +180,12 @@ def _base_environment(host: Mapping[str, str]) -> dict[str, str]:
 
 def _begin(run: RunDir, config: RunConfig, here: slurm.Placement) -> tuple[AttemptDir, Rendezvous | None]:
     """Node 0 starts the attempt and says where to meet; the others wait for it."""
-    if here.num_nodes != config.job.nodes:
+    if here.num_nodes != config.machines:
         raise LaunchError(f"job.nodes={config.job.nodes}, but the job has {here.num_nodes} nodes; make them the same")
     attempt = run.attempt(here.attempt_name)
     if here.node_rank == 0:
         attempt = run.start_attempt(here.attempt_name)
-    if config.job.nodes == 1:
+    if config.machines == 1:
         return attempt, None
     if here.node_rank == 0:
         rendezvous = Rendezvous(host=_address(here.node_name), port=_free_port(here.attempt_name))

@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -258,6 +258,25 @@ class ArrowSplit:
         return Block(labels_N=labels_N, dense_NF=dense_NF, bags={n: _bag(batch.column(n)) for n in self._sparse})
 
 
+class Rehearsed:
+    """The first rows of a split, its ids folded from the tables that it was prepared for into smaller ones."""
+
+    def __init__(self, source: Source, tables: dict[str, tuple[int, int]], *, rows: int) -> None:
+        """`tables` has the rows that each feature was prepared for, and those that it has here."""
+        self.rows, self.block_rows = min(source.rows, rows), source.block_rows
+        self._source, self._tables = source, tables
+
+    def read(self, block: int) -> Block:
+        """Rows [block * block_rows, ...) of the split; bad ids stay bad, for `check` to find."""
+        whole = self._source.read(block)
+        part = gather([(whole, 0, min(len(whole), self.rows - block * self.block_rows))])
+        bags = {}
+        for name, (lengths_N, ids) in part.bags.items():
+            real, small = self._tables[name]
+            bags[name] = lengths_N, np.where((ids >= 0) & (ids < real), ids % small, ids)
+        return replace(part, bags=bags)
+
+
 def _bag(column: pa.Array) -> tuple[np.ndarray, np.ndarray]:
     if pa.types.is_list(column.type) or pa.types.is_large_list(column.type):
         offsets = column.offsets.to_numpy(zero_copy_only=False)
@@ -301,6 +320,9 @@ def open_splits(config: DataConfig) -> dict[str, Source]:
         index = read_index(path)
         check_index(index, config)
         splits = {name: ArrowSplit(path, index, name) for name, split in index.splits.items() if split.rows}
+        if config.rehearsal_rows:
+            tables = {f.name: (index.sparse_rows[f.name], f.rows) for f in config.sparse}
+            splits = {name: Rehearsed(s, tables, rows=config.rehearsal_rows) for name, s in splits.items()}
     splits = {name: source for name, source in splits.items() if source.rows}
     for name in ("train", "test"):
         if name not in splits:

@@ -24,6 +24,7 @@ from torchrec.distributed.planner.storage_reservations import FixedPercentageSto
 from torchrec.distributed.planner.types import (
     PlannerError,
     Proposer,
+    Shard,
     ShardEstimator,
     ShardingOption,
     Stats,
@@ -220,6 +221,20 @@ def _has_empty_shard(rows: int, ranks: int) -> bool:
     return block * (ranks - 1) >= rows
 
 
+class _Shard(Shard):
+    """A shard that is quick to copy and to hash.
+
+    TorchRec copies every shard, and all that it holds, each time that a proposal is better than the best: for 1,000
+    tables on 512 ranks that took two thirds of the time. Of a shard it changes the rank alone.
+    """
+
+    def __deepcopy__(self, memo: Any) -> "_Shard":
+        return _Shard(self.size, self.offset, self.storage, self.perf, self.rank)
+
+    def __hash__(self) -> int:
+        return id(self.storage)
+
+
 class _OncePerSize(ShardEstimator):
     """TorchRec's estimates, made once for all shards of one size: of a table's 512 equal shards it would do each.
 
@@ -246,10 +261,8 @@ class _OncePerSize(ShardEstimator):
                 missing = memory.state_bytes(self._config, *shard.size) // 2
                 in_hbm = shard.storage.hbm > 0 and option.compute_kernel == Kernel.fused
                 shard.storage += Storage(hbm=missing * in_hbm, ddr=missing * (not in_hbm))
-            option.shards = shards
-            for shard in shards:
-                first = by_size[tuple(shard.size)]
-                shard.perf, shard.storage = first.perf, first.storage
+            firsts = [by_size[tuple(shard.size)] for shard in shards]
+            option.shards = [_Shard(s.size, s.offset, f.storage, f.perf) for s, f in zip(shards, firsts, strict=True)]
 
 
 class _Priced(Proposer):

@@ -156,6 +156,33 @@ def test_one_epoch_over_real_criteo_rows_reaches_the_known_auc(tmp_path: Path) -
     assert found["test_auc"] >= 0.72
 
 
+def test_a_rehearsal_plays_the_nodes_and_the_sharding_types_of_the_job(tmp_path: Path) -> None:
+    rows = ["label,x,a,b,c,d", *(f"{i % 3 % 2},{i % 7},{i},{i % 90}|{i % 11},{i % 5},{i % 800}" for i in range(3000))]
+    (tmp_path / "raw").mkdir()
+    for split in ("train", "val", "test"):
+        (tmp_path / "raw" / f"{split}.csv").write_text("\n".join(rows))
+    tables = {"a": 40_000, "b": 9000, "c": 5, "d": 800}
+    sparse = ", ".join(f"{{name: {n}, rows: {r}, ids_per_sample: {1 + (n == 'b')}}}" for n, r in tables.items())
+    types = {"t_a": "row_wise", "t_b": "grid_shard", "t_c": "data_parallel", "t_d": "table_row_wise"}
+    job = [
+        "data.kind=csv", "data.dense=[x]", f"data.sparse=[{sparse}]", f"data.path={tmp_path / 'data'}",
+        "+sharding.tables={" + ", ".join(f"{table}: {{types: [{kind}]}}" for table, kind in types.items()) + "}",
+    ]  # fmt: skip
+    run(*job, f"data.source={tmp_path / 'raw'}", entry="prepare")
+    small = ["cluster=rehearsal", "cluster.rehearsal.row_share=0.01", f"runs_root={tmp_path / 'runs'}"]
+
+    text = run(*job, *small, "job.nodes=2", "trainer.eval_every=100", "sharding.forward_precision=bf16")
+
+    assert "of 2 x 8 ranks of mi300x as 2 x 2 CPU ranks" in text
+    path = only_run(tmp_path / "runs")
+    plan = json.loads((path / "plan.json").read_text())
+    assert {name: table["type"] for name, table in plan["tables"].items()} == types
+    assert (plan["made_for"]["world_size"], plan["made_for"]["local_world_size"]) == (4, 2)
+    assert plan["tables"]["t_a"]["rows"] == 400
+    assert (result(path)["step"], result(path)["world_size"], result(path)["test_samples"]) == (20, 4, 1280)
+    assert "right" in run("verify", str(path), entry="checkpoint")
+
+
 def test_movielens_reaches_the_known_auc(tmp_path: Path) -> None:
     found = importlib.util.find_spec("recbole")
     folders = [Path(p) / "dataset_example/ml-100k" for p in (found.submodule_search_locations or [])] if found else []

@@ -183,6 +183,38 @@ RULES = {
         "sharding.forward_precision=int8",
         "set it to fp32 or fp16",
     ),
+    "fp8 where rows are summed": (
+        ["cluster=mi300x", "sharding.forward_precision=fp8", "sharding=row_wise"],
+        "sharding.forward_precision=fp8",
+        "set it to fp16 or bf16, or sharding=table_wise",
+    ),
+    "int8 where the planner may cut one table by rows": (
+        [
+            "cluster=mi300x",
+            "sharding.backward_precision=int8",
+            "sharding=table_wise",
+            "sharding.tables={t_user: {types: [auto]}}",
+        ],
+        "sharding.backward_precision=int8: 1 tables may be cut by rows (t_user)",
+        "set it to fp16 or bf16",
+    ),
+    "int8 of a narrow table": (
+        ["cluster=mi300x", "sharding.forward_precision=int8", "sharding=table_wise"],
+        "sharding.forward_precision=int8: packs 32 columns, model.embedding_dim=16",
+        "multiples of 32",
+    ),
+    "int8 of columns that the planner cuts": (
+        [
+            "cluster=mi300x",
+            "sharding.forward_precision=int8",
+            "sharding=column_wise",
+            "model.embedding_dim=64",
+            "model.dense_layers=[64]",
+        ],
+        "sharding.forward_precision=int8: packs 32 columns",
+        "multiples of 32",
+    ),
+    "replicated groups of ranks": (["cluster=mi300x", "sharding.replicas=2"], "sharding.replicas=2", "set it to 1"),
     "a column width that does not divide": (
         ["sharding.column_width=12"],
         "sharding.column_width=12",
@@ -212,6 +244,19 @@ def test_a_broken_rule_is_one_line_with_the_key_and_the_fix(rule):
     (line,) = str(error.value).splitlines()
     assert key in line
     assert fix in line.partition(key)[2]
+
+
+@pytest.mark.parametrize("precision", ["fp8", "int8"])
+def test_whole_tables_may_be_sent_in_eight_bits_on_gpus(precision):
+    wide = ["model.embedding_dim=32", "model.dense_layers=[32]"]
+    changed("cluster=mi300x", f"sharding.forward_precision={precision}", "sharding=table_wise", *wide)
+    changed(
+        "cluster=mi300x",
+        f"sharding.forward_precision={precision}",
+        "sharding=column_wise",
+        *wide,
+        "sharding.column_width=32",
+    )
 
 
 def test_every_mistake_is_listed():

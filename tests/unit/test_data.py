@@ -15,7 +15,7 @@ from rechpc.config import DataConfig, DataKind
 from rechpc.dataset import INDEX_NAME, read_index, write_index
 from rechpc.errors import DataError
 from rechpc.rank.blocks import Block
-from rechpc.rank.data import ArrowSplit, Batch, GlobalBatches, open_splits
+from rechpc.rank.data import ArrowSplit, Batch, GlobalBatches, Rehearsed, open_splits
 from rechpc.rank.synthetic import Synthetic
 from tests import datasets
 from tests.configs import tiny
@@ -390,3 +390,27 @@ def test_columns_may_stand_in_any_order(tmp_path, config):
     split = open_splits(settings)["train"]
     assert isinstance(split, ArrowSplit)
     assert np.array_equal(split.read(0).bags["tags"][1], blocks["train"][0].bags["tags"][1])
+
+
+# Rehearsals.
+
+
+def test_a_rehearsal_reads_the_first_rows_with_ids_folded_and_bad_ones_stay_bad():
+    split = Rehearsed(Numbered(25, 10), {"one": (13, 4), "many": (100, 7)}, rows=14)
+    assert split.rows == 14
+    assert split.read(1).labels_N.tolist() == [0, 1, 0, 1]
+    assert split.read(1).bags["one"][1].tolist() == [2, 3, 0, 13]  # 13 is no id of the data set
+    assert split.read(0).bags["many"][1].tolist() == [1, 2, 2, 3, 3, 3, 5, 6, 6, 0, 0, 0, 2]
+
+
+def test_only_a_rehearsal_may_have_smaller_tables_than_the_data_set(tmp_path):
+    config = numbered_config(100, 10)
+    datasets.write(tmp_path, config, {"train": [numbered(np.arange(10))], "test": [numbered(np.arange(10))]})
+    for feature in config.sparse:
+        feature.rows = 4
+    config.path = str(tmp_path)
+    with pytest.raises(DataError, match="has 4 rows, the data set was prepared for 100"):
+        open_splits(config)
+    config.rehearsal_rows = 6
+    train = open_splits(config)["train"].read(0)
+    assert train.bags["one"][1].tolist() == [0, 1, 2, 3, 0, 1]

@@ -202,6 +202,14 @@ def test_resume_refuses_what_would_change_the_experiment(command, make_run, over
     assert run.config_path.read_text() == before
 
 
+def test_a_resume_cannot_cut_the_row_states_of_adagrad_by_columns(command, make_run):
+    run = make_run("optimizer=rowwise_adagrad")
+    code, _, err = command(f"resume={run.path}", "sharding.type=column_wise")
+    assert (code, len(err.splitlines())) == (2, 1)
+    assert "sharding.type=column_wise with optimizer.sparse=rowwise_adagrad" in err
+    assert "choose row_wise" in err
+
+
 def test_resume_takes_what_may_change_and_keeps_the_rest(command, make_run):
     run = make_run("trainer.global_batch=96", "seed=5")
     changes = ["job.ranks_per_node=3", "sharding.type=row_wise", "checkpoint.every=7", "trainer.max_steps=9"]

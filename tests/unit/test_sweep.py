@@ -150,6 +150,20 @@ def test_what_the_site_refuses_is_said_once_an_array_before_anything_is_submitte
     assert list(Path.cwd().iterdir()) == []
 
 
+def test_one_child_plans_all_combinations(command, monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    rows = "data.sparse=[{name: a, rows: 400_000_000}],[{name: a, rows: 2_000_000_000}]"
+    asked = ["cluster=mi300x", "job.ranks_per_node=1,8", "sharding=table_wise", rows, "sweep.dir=sweep"]
+    code, _, err = command(*asked)
+    assert code == 2
+    assert err.splitlines()[0] == "planning 3 run(s) with the torch of this Python ..."  # arithmetic refuses one
+    assert err.count("planning") == 1
+    assert len(err.splitlines()) == 3
+    assert "at least 238.4 GiB on each of 1 ranks" in err
+    assert "no plan fits 8 ranks" in err
+    assert not Path("sweep").exists()
+
+
 @pytest.mark.parametrize("key", ["resume=x", "wait=true", "stage=true"])
 def test_what_is_for_one_run_is_refused(command, key):
     code, _, err = command("seed=1,2", key)

@@ -20,7 +20,7 @@ from hydra.types import HydraContext
 from omegaconf import DictConfig, flag_override
 from omegaconf.errors import OmegaConfBaseException
 
-from rechpc.compose import Combination, explain_hydra, typed
+from rechpc.compose import Combination, explain_hydra, rehearsed, typed
 from rechpc.errors import ConfigError, LaunchError
 from rechpc.study import Interval, Study, is_minimized
 
@@ -45,6 +45,8 @@ class RechpcLauncher(Launcher):
     def _combination(self, overrides: list[str]) -> Combination:
         try:
             raw = self._loader.load_sweep_config(self._config, overrides)
+            if job := rehearsed(raw, overrides):
+                raw = self._loader.load_sweep_config(self._config, job)
             with flag_override(raw, ["struct", "readonly"], False):
                 del raw["hydra"]
             return Combination(overrides=overrides, config=typed(raw))
