@@ -185,7 +185,7 @@ def _parts(stories: Sequence[Story]) -> str:
             means = [statistics.fmean(r[f"rank0_{part}_ms"] for r in of_run) for of_run in points]
             bar = {"type": "bar", "orientation": "h", "name": name, "marker": {"color": _PARTS[part]}}
             data.append({**bar, "x": means, "y": [s.name for s in told]})
-        return _drawn(data, 160 + 40 * len(told), barmode="stack", yaxis={"autorange": "reversed"})
+        return _drawn(data, 280 + 40 * len(told), barmode="stack", yaxis={"autorange": "reversed"})
     for row, (s, of_run) in enumerate(zip(told, points, strict=True), 1):
         began_s = s.spans[0].start_s if s.spans else 0.0
         for part, name in zip(_PARTS, names, strict=True):
@@ -222,7 +222,7 @@ def _time_line(stories: Sequence[Story]) -> str:
         times = {phase: duration(seconds) if seconds else "" for phase, seconds in sums.items()}
         rows.append({"run": s.name, "goodput": f"{goodput(s.spans):.0%}", **times})
     order = {"autorange": "reversed"}
-    return (_drawn(bars, 160 + 40 * len(told), barmode="overlay", yaxis=order) + _rows(rows)) if told else ""
+    return (_drawn(bars, 280 + 40 * len(told), barmode="overlay", yaxis=order) + _rows(rows)) if told else ""
 
 
 def _plan(plan: dict[str, Any]) -> str:

@@ -9,7 +9,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 
 import numpy as np
 import torch
@@ -237,7 +237,9 @@ class _Loop:
     def _restore(self) -> None:
         self._report.phase("restoring")
         saved = self.saver.restore()
-        self.state = State(**{**saved, "window": Window(**saved["window"])}) if saved else State()
+        known = {f.name for f in fields(Window)}  # a checkpoint of another version may have summed up something else
+        window = Window(**{name: value for name, value in (saved or {}).get("window", {}).items() if name in known})
+        self.state = State(**{**(saved or {}), "window": window})
         logger.info("start_step=%d total_steps=%d", self.state.step, self.total_steps)
         self._report.record(self.state.step, {"resumed_at_step": self.state.step})
         if self._here.is_main:

@@ -248,6 +248,11 @@ def test_the_page_is_readable_on_light_and_dark_on_a_phone_and_on_paper(sweep, c
         assert page.ask("document.documentElement.scrollWidth") <= 360  # nothing but tables is moved sideways
         fits = "[...document.querySelectorAll('.js-plotly-plot')].every(p => p.getBoundingClientRect().right <= 360)"
         assert page.ask(fits)
+        box = "e => e.getBoundingClientRect().bottom"
+        legends = (
+            f"[...document.querySelectorAll('.legend')].map(l => [({box})(l), ({box})(l.closest('.plot-container'))])"
+        )
+        assert all(legend <= figure for legend, figure in page.ask(legends))  # none lies on what comes next
         page.emulate(width=700, paper=True)
         shown = "s => [...document.querySelectorAll(s)].some(e => getComputedStyle(e).display !== 'none')"
         assert not page.ask(f"({shown})('.modebar')")
