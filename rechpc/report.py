@@ -50,7 +50,8 @@ padding: 1em }} table {{ border-collapse: collapse; display: block; overflow-x: 
 padding: .2em .7em; border-bottom: 1px solid #8885; overflow-wrap: break-word; max-width: 30em; vertical-align: top }}
 .parcoords text {{ text-shadow: none !important }} table.sortable th {{ cursor: pointer }}
 section {{ break-inside: avoid }} h1 {{ overflow-wrap: anywhere }}
-@media print {{ .modebar, .updatemenu-container {{ display: none !important }} }}</style>
+@media print {{ .modebar, .updatemenu-container {{ display: none !important }}
+table {{ display: table; font-size: 80% }} th, td {{ overflow-wrap: anywhere; padding: .2em }} }}</style>
 <script>{plotly}</script></head><body><h1>{title}</h1><p>{summary}</p>{sections}<script>
 for (const head of document.querySelectorAll('table.sortable th')) head.onclick = () => {{
   const body = head.closest('table').tBodies[0], i = head.cellIndex;
@@ -59,6 +60,9 @@ for (const head of document.querySelectorAll('table.sortable th')) head.onclick 
   [...body.rows].sort((a, b) => {{ const x = value(a), y = value(b);
     return (number(x) && number(y) ? x - y : number(x) ? -1 : number(y) ? 1 : x.localeCompare(y)) * (down ? 1 : -1);
   }}).forEach(row => body.append(row)); }};
+const fit = width => () => document.querySelectorAll('.js-plotly-plot').forEach(
+  plot => Plotly.relayout(plot, {{ width, autosize: !width }}));
+addEventListener('beforeprint', fit(680)); addEventListener('afterprint', fit(null));
 </script></body></html>
 """
 

@@ -248,16 +248,30 @@ def test_the_page_is_readable_on_light_and_dark_on_a_phone_and_on_paper(sweep, c
         assert page.ask("document.documentElement.scrollWidth") <= 360  # nothing but tables is moved sideways
         fits = "[...document.querySelectorAll('.js-plotly-plot')].every(p => p.getBoundingClientRect().right <= 360)"
         assert page.ask(fits)
-        box = "e => e.getBoundingClientRect().bottom"
-        legends = (
-            f"[...document.querySelectorAll('.legend')].map(l => [({box})(l), ({box})(l.closest('.plot-container'))])"
-        )
-        assert all(legend <= figure for legend, figure in page.ask(legends))  # none lies on what comes next
+        ends = """[...document.querySelectorAll('.legend')].map(
+            legend => [legend, legend.closest('.plot-container')].map(e => e.getBoundingClientRect().bottom))"""
+        assert all(legend <= figure for legend, figure in page.ask(ends))  # none lies on what comes next
+        page.emulate(width=1100)
+        page.open(tmp_path / "report.html")
         page.emulate(width=700, paper=True)
+        page.ask("dispatchEvent(new Event('beforeprint')), null")
+        ends = "[...document.querySelectorAll('table, .main-svg')].map(e => e.getBoundingClientRect().right)"
+        assert max(page.ask(ends)) <= 700
+        assert page.ask("[...document.querySelectorAll('table')].every(t => t.scrollWidth <= t.clientWidth)")
         shown = "s => [...document.querySelectorAll(s)].some(e => getComputedStyle(e).display !== 'none')"
         assert not page.ask(f"({shown})('.modebar')")
         assert not page.ask(f"({shown})('.updatemenu-container')")
         assert page.ask(f"({shown})('.js-plotly-plot')")
+
+
+def test_of_many_runs_the_page_has_the_mean_parts_of_a_step(make, command, tmp_path):
+    for name in ("a1", "b2", "c3", "d4"):
+        make(name)
+    write_json(tmp_path / "sweep" / "sweep.json", {"objective": "test_auc"})
+    command(tmp_path / "sweep", "-o", tmp_path / "report.html")
+    text = (tmp_path / "report.html").read_text()
+    bars = re.findall(r'"name":"([\w -]+)","marker":[^}]*},"x":\[0\.5,0\.5,0\.5,0\.5\]', text)
+    assert bars == ["data wait", "forward", "backward", "all-to-all", "optimizer", "other", "checkpoint stall"]
 
 
 def test_text_of_users_is_text_on_the_page(make, command, tmp_path):
