@@ -6,7 +6,7 @@ import tempfile
 from pathlib import Path
 
 page, picture = (Path(argument).absolute() for argument in sys.argv[1:3])
-width, height = sys.argv[3:5] or ("1100", "2900")
+width, height = sys.argv[3:5] or ("1100", "3500")
 with tempfile.TemporaryDirectory() as profile:
     argv = [
         "chromium",

@@ -372,6 +372,7 @@ class TrainerConfig:
     log_every: int = option(10, "steps between two records in metrics.jsonl", low=1)
     eval_every: int = option(0, "steps between two evaluations of the val split; 0: none", low=0)
     timing_warmup_steps: int = option(5, "first steps of an attempt that samples/s leaves out", low=0)
+    profile_steps: list[int] = option([], "steps to trace for Perfetto, as [10] or first and last [10,12]", low=1)
     collective_timeout_s: float = option(600.0, "a collective that takes longer ends the attempt", low=1)
 
 
@@ -428,7 +429,8 @@ class SweepConfig:
     """What a command with -m does with its runs."""
 
     dir: str | None = option(None, "sweep directory, to continue one; null: a new one in runs_root")
-    max_parallel: int | None = option(None, "runs of an array that Slurm starts at a time; null: all", low=1)
+    max_parallel: int | None = option(None, "runs of the sweep that Slurm starts at a time; null: all", low=1)
+    reuse: bool = option(True, "take finished runs of other sweeps in runs_root that computed the same")
     wait: bool = option(False, "wait for the runs and give their objective to the sweeper; local runs always do")
     objective: str = option("test_auc", "number in result.json to compare runs by; NE, losses, times are minimized")
     trials: int | None = option(None, "let Optuna choose the values of so many runs; null: all combinations", low=1)

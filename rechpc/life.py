@@ -3,6 +3,7 @@
 From the logs of rank 0, which say when each phase began, and the records of the attempts.
 """
 
+import math
 import re
 import time
 from collections.abc import Sequence
@@ -11,8 +12,8 @@ from typing import Any
 
 from rechpc.rundir import AttemptDir, RunDir, read_json
 
-_PHASES = {"checking": "starting", "planning": "starting", "restoring": "starting"}  # a phase's first word
-_LINE = re.compile(r"^(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d),(\d{3}) .*?(?:phase=(\w+)|(resumed_at_step)=|$)")
+_STARTING = ("checking data", "planning", "restoring")
+_LINE = re.compile(r"^(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d),(\d{3}) .*?(?:phase=([\w ]+) step=(\d+)|(resumed_at_step)=|$)")
 _ZONE_S = 900  # time zones differ by quarters of an hour
 
 
@@ -24,6 +25,7 @@ class Span:
     phase: str
     start_s: float
     end_s: float
+    step: int = 0  # that had been reached when it began
 
     @property
     def length_s(self) -> float:
@@ -33,6 +35,7 @@ class Span:
 def life(run: RunDir, metrics: Sequence[dict[str, Any]]) -> list[Span]:
     """The spans of a run, oldest first; `metrics` are its own."""
     resumes = {record["attempt"]: record for record in metrics if "resumed_at_step" in record}
+    steps = {number: record["resumed_at_step"] for number, record in resumes.items()}
     submissions = (read_json(run.job_path) or {}).get("submissions") or [{}]
     spans: list[Span] = []
     for attempt in run.attempts():
@@ -41,14 +44,9 @@ def life(run: RunDir, metrics: Sequence[dict[str, Any]]) -> list[Span]:
         if waited_s < started_s:
             spans.append(Span(attempt=number, phase="queued", start_s=waited_s, end_s=started_s))
         own = _phases(attempt, number, started_s, resumes.get(number, {}).get("time_s"))
-        end = read_json(attempt.outcome_path) or read_json(attempt.heartbeat_path) or {}
-        if resumes.get(number + 1, {}).get("step", end.get("step", 0)) < end.get("step", 0):
-            # The next attempt did again what this one had trained since its last save that was committed.
-            saves = [started_s, *(s.end_s for s in own if s.phase == "saving")]
-            commits = sum("checkpoint_step" in r for r in metrics if r["attempt"] == number)
-            saved_s = saves[min(commits, len(saves) - 1)]
-            own = [replace(s, phase="lost") if s.phase == "training" and s.start_s >= saved_s else s for s in own]
-        spans += own
+        # Training stops at every save, so no span goes on beyond the step at which a later attempt began.
+        kept = min((step for later, step in steps.items() if later > number), default=math.inf)
+        spans += [replace(s, phase="lost") if s.phase == "training" and s.step >= kept else s for s in own]
     return spans
 
 
@@ -64,14 +62,14 @@ def _phases(attempt: AttemptDir, number: int, started_s: float, resumed_s: float
     lines = path.read_text(errors="replace").splitlines() if path.exists() else []
     found = [m for line in lines if (m := _LINE.match(line))]
     times = [time.mktime(time.strptime(m[1], "%Y-%m-%d %H:%M:%S")) + int(m[2]) / 1000 for m in found]
-    known_s = next((at for m, at in zip(found, times, strict=True) if m[4]), None)
+    known_s = next((at for m, at in zip(found, times, strict=True) if m[5]), None)
     shift_s = 0.0 if known_s is None or resumed_s is None else round((resumed_s - known_s) / _ZONE_S) * _ZONE_S
-    marks = [(started_s, "starting")]
-    marks += [(at + shift_s, _PHASES.get(m[3], m[3])) for m, at in zip(found, times, strict=True) if m[3]]
+    marks = [(started_s, "starting", 0)]
+    marks += [(at + shift_s, m[3], int(m[4])) for m, at in zip(found, times, strict=True) if m[3]]
     beat_s = float((read_json(attempt.heartbeat_path) or {}).get("time_s", started_s))  # a killed rank logs no end
-    ends = [*(at for at, _ in marks[1:]), max(beat_s, times[-1] + shift_s if times else started_s)]
+    ends = [*(at for at, *_ in marks[1:]), max(beat_s, times[-1] + shift_s if times else started_s)]
     return [
-        Span(attempt=number, phase=phase, start_s=at, end_s=end)
-        for (at, phase), end in zip(marks, ends, strict=True)
+        Span(attempt=number, phase="starting" if phase in _STARTING else phase, start_s=at, end_s=end, step=step)
+        for (at, phase, step), end in zip(marks, ends, strict=True)
         if end > at and phase != "done"
     ]

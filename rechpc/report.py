@@ -8,6 +8,7 @@ import csv
 import html
 import io
 import json
+import statistics
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -28,15 +29,19 @@ _CURVES = {
     "val_auc": "AUC of the val split",
     "samples_per_s": "samples/s",
     "step_time_ms": "step time, ms",
-    "rank0_data_wait_ms": "wait for data in a step, ms",
     "checkpoint_stall_s": "stall of a save, s",
     "rank0_peak_rss_gib": "peak memory of rank 0, GiB",
     "rank0_peak_hbm_gib": "peak GPU memory of rank 0, GiB",
 }
+_PARTS = {
+    **{"data_wait": "#c9a227", "forward": "#3b82c4", "backward": "#2fa5a5", "all_to_all": "#e07b39"},
+    **{"optimizer": "#3a9d5d", "other": "#9aa0a6", "checkpoint_stall": "#8a6fd1"},
+}
+_FEW = 3  # runs whose steps are told one by one
 _COLORS = ("#3b82c4", "#e07b39", "#3a9d5d", "#b6529e", "#8a6fd1", "#c9a227", "#2fa5a5", "#d1495b")
 _PHASES = {
     **{"queued": "#9aa0a6", "starting": "#c9a227", "training": "#3a9d5d", "evaluating": "#3b82c4"},
-    **{"saving": "#8a6fd1", "lost": "#d1495b"},
+    **{"saving": "#8a6fd1", "profiling": "#2fa5a5", "lost": "#d1495b"},
 }
 _PAGE = """<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title>
 <meta name="viewport" content="width=device-width, initial-scale=1"><style>
@@ -45,7 +50,8 @@ padding: 1em }} table {{ border-collapse: collapse; display: block; overflow-x: 
 padding: .2em .7em; border-bottom: 1px solid #8885; overflow-wrap: break-word; max-width: 30em; vertical-align: top }}
 .parcoords text {{ text-shadow: none !important }} table.sortable th {{ cursor: pointer }}
 section {{ break-inside: avoid }} h1 {{ overflow-wrap: anywhere }}
-@media print {{ .modebar, .updatemenu-container {{ display: none !important }} }}</style>
+@media print {{ .modebar, .updatemenu-container {{ display: none !important }}
+table {{ display: table; font-size: 80% }} th, td {{ overflow-wrap: anywhere; padding: .2em }} }}</style>
 <script>{plotly}</script></head><body><h1>{title}</h1><p>{summary}</p>{sections}<script>
 for (const head of document.querySelectorAll('table.sortable th')) head.onclick = () => {{
   const body = head.closest('table').tBodies[0], i = head.cellIndex;
@@ -54,6 +60,9 @@ for (const head of document.querySelectorAll('table.sortable th')) head.onclick 
   [...body.rows].sort((a, b) => {{ const x = value(a), y = value(b);
     return (number(x) && number(y) ? x - y : number(x) ? -1 : number(y) ? 1 : x.localeCompare(y)) * (down ? 1 : -1);
   }}).forEach(row => body.append(row)); }};
+const fit = width => () => document.querySelectorAll('.js-plotly-plot').forEach(
+  plot => Plotly.relayout(plot, {{ width, autosize: !width }}));
+addEventListener('beforeprint', fit(680)); addEventListener('afterprint', fit(null));
 </script></body></html>
 """
 
@@ -102,7 +111,8 @@ def page(tables: Sequence[table.Table], stories: Sequence[Story]) -> str:
     for one in tables:
         if one.is_sweep and len(done := [e for e in one.entries if e.objective is not None]) > 1:
             sections[f"What the swept keys do to {one.objective}"] = _parallel(done, one.objective)
-    sections |= {"Curves": _curves(stories), "Life, minutes since the submission": _time_line(stories)}
+    sections |= {"Curves": _curves(stories), "Where the time of a step goes, ms on rank 0": _parts(stories)}
+    sections |= {"Life, minutes since the submission": _time_line(stories)}
     plans = {json.dumps(plan): (s, plan) for s in reversed(stories) if (plan := read_json(s.run.plan_path))}
     sections |= {f"Plan of {s.name}, MiB of float32 weights": _plan(plan) for s, plan in reversed(plans.values())}
     configs = {s.name: _flat(OmegaConf.to_container(OmegaConf.load(s.run.config_path))) for s in stories}
@@ -164,11 +174,40 @@ def _curves(stories: Sequence[Story]) -> str:
             }
             line |= {"legendgroup": number, "showlegend": row == 1, "mode": "lines+markers"}
             lines.append({**line, "marker": {"size": 4, "color": _COLORS[number % len(_COLORS)]}})
+    return _stacked(lines, axes, [_CURVES[key] for key in names])
+
+
+def _parts(stories: Sequence[Story]) -> str:
+    """The parts of a step: of few runs as they go on, of many the means."""
+    told = [s for s in stories if any("rank0_forward_ms" in record for record in s.metrics)]
+    points = [[r for r in s.metrics if r.get("rank0_forward_ms") is not None] for s in told]
+    names = [part.replace("_", " ").replace("all to all", "all-to-all") for part in _PARTS]
+    axes: dict[str, list[list[float]]] = {"steps": [], "wall time, minutes": []}
+    data: list[dict[str, Any]] = []
+    if len(told) > _FEW:
+        for part, name in zip(_PARTS, names, strict=True):
+            means = [statistics.fmean(r[f"rank0_{part}_ms"] for r in of_run) for of_run in points]
+            bar = {"type": "bar", "orientation": "h", "name": name, "marker": {"color": _PARTS[part]}}
+            data.append({**bar, "x": means, "y": [s.name for s in told]})
+        return _drawn(data, 280 + 40 * len(told), barmode="stack", yaxis={"autorange": "reversed"})
+    for row, (s, of_run) in enumerate(zip(told, points, strict=True), 1):
+        began_s = s.spans[0].start_s if s.spans else 0.0
+        for part, name in zip(_PARTS, names, strict=True):
+            axes["steps"].append([r["step"] for r in of_run])
+            axes["wall time, minutes"].append([(r["time_s"] - began_s) / 60 for r in of_run])
+            area = {"stackgroup": row, "mode": "lines", "line": {"color": _PARTS[part], "width": 1}, "name": name}
+            area |= {"x": axes["steps"][-1], "y": [r[f"rank0_{part}_ms"] for r in of_run], "yaxis": f"y{row}"}
+            data.append({**area, "legendgroup": name, "showlegend": row == 1})
+    return _stacked(data, axes, [s.name if len(told) > 1 else "ms" for s in told]) if told else ""
+
+
+def _stacked(data: list[dict[str, Any]], axes: dict[str, list[list[float]]], titles: Sequence[str]) -> str:
+    """Figures below each other, over one x-axis; a button changes what that is."""
     buttons = [{"label": name, "method": "restyle", "args": [{"x": values}]} for name, values in axes.items()]
     menu = {"type": "buttons", "direction": "right", "x": 0, "xanchor": "left", "y": 1, "yanchor": "bottom"}
-    layout = {f"yaxis{row}": {"title": {"text": _CURVES[key]}} for row, key in enumerate(names, 1)}
-    grid = {"rows": len(names), "columns": 1, "pattern": "coupled"}
-    return _drawn(lines, 120 + 190 * len(names), updatemenus=[{**menu, "buttons": buttons}], grid=grid, **layout)
+    layout = {f"yaxis{row}": {"title": {"text": title}} for row, title in enumerate(titles, 1)}
+    grid = {"rows": len(titles), "columns": 1, "pattern": "coupled"}
+    return _drawn(data, 120 + 190 * len(titles), updatemenus=[{**menu, "buttons": buttons}], grid=grid, **layout)
 
 
 def _time_line(stories: Sequence[Story]) -> str:
@@ -187,7 +226,7 @@ def _time_line(stories: Sequence[Story]) -> str:
         times = {phase: duration(seconds) if seconds else "" for phase, seconds in sums.items()}
         rows.append({"run": s.name, "goodput": f"{goodput(s.spans):.0%}", **times})
     order = {"autorange": "reversed"}
-    return (_drawn(bars, 160 + 40 * len(told), barmode="overlay", yaxis=order) + _rows(rows)) if told else ""
+    return (_drawn(bars, 280 + 40 * len(told), barmode="overlay", yaxis=order) + _rows(rows)) if told else ""
 
 
 def _plan(plan: dict[str, Any]) -> str:

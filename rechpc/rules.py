@@ -198,6 +198,13 @@ def _batch_rules(c: RunConfig) -> Iterator[str]:
                 f"{key}={batch}: {c.world_size} ranks ({c.job.nodes} x {c.ranks_per_node}) do not divide it; "
                 f"set {key}={nearest}"
             )
+    if t.profile_steps and not (len(t.profile_steps) < 3 and 0 <= t.profile_steps[-1] - t.profile_steps[0] < 100):
+        yield f"trainer.profile_steps={t.profile_steps}: expected [STEP], or [FIRST,LAST] of at most 100 steps"
+    elif t.profile_steps and t.max_steps and t.profile_steps[-1] > t.max_steps:
+        yield (
+            f"trainer.profile_steps={t.profile_steps}: the run ends at trainer.max_steps={t.max_steps}; trace earlier "
+            "steps"
+        )
     if c.data.kind is DataKind.synthetic and t.eval_every and not c.data.synthetic.val_rows:
         yield f"trainer.eval_every={t.eval_every}: data.synthetic.val_rows=0 leaves nothing to evaluate; change one"
     rows = c.data.synthetic.train_rows

@@ -183,6 +183,10 @@ class RunDir:
     def tensorboard_path(self) -> Path:
         return self.path / "tensorboard"
 
+    def profile_path(self, first: int, last: int, rank: int) -> Path:
+        """A torch profiler trace of these steps."""
+        return self.path / "profile" / f"steps-{first}-{last}-rank-{rank:05d}.json.gz"
+
     @property
     def result_path(self) -> Path:
         return self.path / "result.json"

@@ -52,6 +52,7 @@ class RunStatus:
     samples_per_s: float | None
     loss: float | None
     ne: float | None
+    val_auc: float | None
     seconds_left: float | None
     data_wait_share: float | None
     checkpoint_step: int | None
@@ -100,6 +101,7 @@ def read_status(run: RunDir, known: slurm.Known | None = None) -> RunStatus:
         samples_per_s=heartbeat.get("samples_per_s"),
         loss=heartbeat.get("loss"),
         ne=heartbeat.get("ne"),
+        val_auc=heartbeat.get("val_auc"),
         seconds_left=heartbeat.get("seconds_left"),
         data_wait_share=heartbeat.get("data_wait_share"),
         checkpoint_step=checkpoint_step,
@@ -145,6 +147,8 @@ def progress(status: RunStatus) -> str:
         parts.append(f"loss {status.loss:.4f}")
     if status.ne is not None:
         parts.append(f"NE {status.ne:.4f}")
+    if status.val_auc is not None:
+        parts.append(f"val AUC {status.val_auc:.4f}")
     if status.seconds_left is not None and status.state is State.running:
         parts.append(f"{duration(status.seconds_left)} left")
     return "  ".join(parts)

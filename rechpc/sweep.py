@@ -7,6 +7,7 @@ keeps what is finished or on its way, and starts the rest again where it was. Mu
 import dataclasses
 import hashlib
 import json
+import os
 import shlex
 import shutil
 import sys
@@ -17,9 +18,10 @@ from pathlib import Path
 from rechpc import table
 from rechpc.compose import Combination
 from rechpc.config import CommandConfig, Launcher, RunConfig
+from rechpc.dataset import INDEX_NAME
 from rechpc.errors import ConfigError, LaunchError
 from rechpc.follow import Interrupts, follow
-from rechpc.host import arrays, slurm, task
+from rechpc.host import arrays, provenance, slurm, task
 from rechpc.rules import dump
 from rechpc.rundir import RunDir, SweepDir, new_id, read_json, write_json, write_text
 from rechpc.state import entry, shown
@@ -62,23 +64,28 @@ class Sweep:
         settings = command.sweep
         unique = list({element.run.path: element for element in elements}.values())
         alive = _alive([element.run for element in unique])
-        todo = [e for e in unique if not e.run.result_path.exists() and e.run.path not in alive]
+        found = _elsewhere(unique, Path(command.runs_root).absolute(), place) if settings.reuse else {}
+        kept = {*alive, *found, *(e.run.path for e in unique if e.run.result_path.exists())}
+        todo = [e for e in unique if e.run.path not in kept]
         requests: dict[tuple[str, ...], list[Element]] = {}
         for element in todo:
             if element.config.cluster.launcher is Launcher.slurm:
                 requests.setdefault(arrays.request(element.run, element.config), []).append(element)
         if command.dry_run:
-            print(_plan(unique, todo, list(requests.values())))
+            print(_plan(unique, found, todo, list(requests.values())))
             return [None] * len(batch)
         _check_sites([group[0] for group in requests.values()])
         try:
             place.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(f"sweep.dir={place.path}: cannot be made: {error.strerror}; set sweep.dir=") from error
-        write_json(place.facts_path, {"objective": settings.objective, "command": self._argv})
+        _keep(unique, found, place)
+        links = table.kept(place) | {e.run.path.name: e.overrides for e in unique if e.run.path in found}
+        write_json(place.facts_path, {"objective": settings.objective, "command": self._argv, "kept": links})
         print(f"sweep       {shown(place.path)}: {len(unique)} runs, {len(todo)} to start", flush=True)
-        for group in requests.values():
-            self._submit(group, place, settings.max_parallel)
+        if found:
+            print(f"found       {len(found)} finished in other sweeps (sweep.reuse=false has them run again)")
+        self._submit_all(list(requests.values()), place, alive, settings.max_parallel)
         print(f"status      {entry('status')} {shown(place.path)}\ncontinue    {self._again(place)}", flush=True)
         self._run_here([e for e in todo if e.config.cluster.launcher is Launcher.local])
         if settings.wait or settings.trials:
@@ -122,25 +129,48 @@ class Sweep:
         if element.run.config_path.exists():
             write_text(element.run.config_path, dump(element.config))  # job.* may have changed
             return
+        if element.run.path.is_symlink():  # to a run that is no longer there
+            element.run.path.unlink()
         shutil.rmtree(element.run.path, ignore_errors=True)  # of a command that was killed
         place = element.run.path.parent
         self._write(element.config, RunDir.create(place.parent, place.name, element.run.path.name))
 
-    def _submit(self, group: list[Element], place: SweepDir, max_parallel: int | None) -> None:
+    def _submit_all(
+        self, requests: list[list[Element]], place: SweepDir, alive: set[Path], max_parallel: int | None
+    ) -> None:
+        """An array for each set of resources, or several where the site allows no such long ones."""
+        if not requests:
+            return
+        limit = arrays.max_array_size()
+        groups = [of_one[i : i + limit] for of_one in requests for i in range(0, len(of_one), limit)]
+        jobs = [job for path in sorted(alive) if (job := slurm.newest_job(RunDir(path)))]
+        busy = [job.job_id.partition("_")[0] for job in jobs if job.launcher is Launcher.slurm]
+        free = None if max_parallel is None else max_parallel - len(busy)
+        before = sorted(set(busy)) if free is not None and free < 1 else []
+        ids: list[str] = []
+        for group, turn in zip(
+            groups, arrays.turns([len(group) for group in groups], max_parallel if before else free), strict=True
+        ):
+            after = [ids[i] for i in turn.after] or before
+            ids.append(self._submit(group, place, max_parallel=turn.max_parallel, after=after))
+
+    def _submit(self, group: list[Element], place: SweepDir, *, max_parallel: int | None, after: list[str]) -> str:
+        """The id of the array."""
         for element in group:
             self._directory(element)
-        left = {element.run.path: element for element in group}
         pairs = [(element.run, element.config) for element in group]
         try:
-            for run, job in arrays.submit(pairs, folder=place.arrays_path, max_parallel=max_parallel):
-                slurm.record(run, job, left.pop(run.path).overrides)
-                if job.job_id.endswith("_0"):
-                    print(f"job         {job.job_id.removesuffix('_0')} (an array in slurm, from {job.host})")
+            jobs = arrays.submit(pairs, folder=place.arrays_path, max_parallel=max_parallel, after=after)
         except LaunchError:
-            for element in left.values():
+            for element in group:
                 if not element.run.job_path.exists():
                     shutil.rmtree(element.run.path)
             raise
+        for element, job in zip(group, jobs, strict=True):
+            slurm.record(element.run, job, element.overrides)
+        array_id = jobs[0].job_id.removesuffix("_0")
+        print(f"job         {array_id} (an array in slurm, from {jobs[0].host})")
+        return array_id
 
     def _run_here(self, elements: list[Element]) -> None:
         """Run one after the other; Ctrl-C saves the one that runs, and starts no other."""
@@ -212,6 +242,36 @@ def _alive(runs: list[RunDir]) -> set[Path]:
     return {run.path for run, job in jobs.items() if slurm.is_alive(job, run, known)}
 
 
+def _elsewhere(elements: list[Element], root: Path, place: SweepDir) -> dict[Path, RunDir]:
+    """For runs that are not there yet, finished ones of other sweeps that computed the same, by the path to be."""
+    facts = {*root.glob("*/*/sweep.json"), *place.path.parent.glob("*/sweep.json")} - {place.facts_path}
+    found = {}
+    for element in elements:
+        others = [RunDir(path.parent / element.run.path.name) for path in sorted(facts)]
+        same = [other for other in others if _is_same(other, element.config)]
+        if same and not element.run.path.exists():
+            found[element.run.path] = same[0]
+    return found
+
+
+def _is_same(run: RunDir, config: RunConfig) -> bool:
+    """Whether a run of this configuration's name has finished with today's code and data."""
+    if run.path.is_symlink() or not run.result_path.exists() or config.checkpoint.init_from:
+        return False
+    made_of = read_json(run.provenance_path) or {}
+    if made_of.get("code_sha256") != provenance.code_sha256():
+        return False
+    index = Path(config.data.path) / INDEX_NAME if config.data.path else None
+    return index is None or not index.exists() or index.stat().st_mtime < float(made_of["written_at_s"])
+
+
+def _keep(elements: list[Element], found: dict[Path, RunDir], place: SweepDir) -> None:
+    """Links in this sweep to the runs that were found in others."""
+    for path in (e.run.path for e in elements if e.run.path in found):
+        path.unlink(missing_ok=True)  # a link to a run that is no longer there
+        path.symlink_to(os.path.relpath(found[path].path, place.path))
+
+
 def _check_sites(firsts: list[Element]) -> None:
     """Raise ConfigError that lists what the site would refuse, for the first run of every array."""
     problems = []
@@ -224,7 +284,7 @@ def _check_sites(firsts: list[Element]) -> None:
         raise ConfigError("\n".join(problems))
 
 
-def _plan(elements: list[Element], todo: list[Element], groups: list[list[Element]]) -> str:
+def _plan(elements: list[Element], found: dict[Path, RunDir], todo: list[Element], groups: list[list[Element]]) -> str:
     """What would be submitted, with the node hours that the time limits allow."""
     swept = table.differing({e.run.path: dict(_pair(o) for o in e.overrides) for e in elements})
     array = {element.run.path: str(n) for n, group in enumerate(groups, 1) for element in group}
@@ -234,6 +294,8 @@ def _plan(elements: list[Element], todo: list[Element], groups: list[list[Elemen
         hours = job.nodes * job.time_limit_min / 60 if starts else 0.0
         total += hours
         does = "new" if not element.run.config_path.exists() else "again" if starts else "kept"
+        if other := found.get(element.run.path):
+            does = f"kept, of {other.path.parent.name}"
         row = {"run": element.run.path.name, "does": does, **swept[element.run.path]}
         row |= {"array": array.get(element.run.path, "here" if starts else ""), "nodes": str(job.nodes)}
         rows.append({**row, "limit": f"{job.time_limit_min} min", "node hours": f"{hours:.1f}" if starts else ""})

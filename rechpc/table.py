@@ -54,7 +54,8 @@ class Table:
 def find(path: Path) -> list[RunDir]:
     """The run directories at or below `path`, by name. Raises ConfigError where there are none."""
     found = []
-    for folder, names, files in os.walk(path):
+    # A link in a sweep is a run of another one, which it has kept; seen from above it would be there twice.
+    for folder, names, files in os.walk(path, followlinks=(path / "sweep.json").exists()):
         if "config.yaml" in files:
             found.append(RunDir(Path(folder)))
         if "config.yaml" in files or len(Path(folder).relative_to(path).parts) >= _DEPTH:
@@ -73,7 +74,8 @@ def read(path: Path) -> Table:
     objective = str((sweep or {}).get("objective", "test_auc"))
     open_jobs = [job for run in runs if not run.result_path.exists() and (job := slurm.newest_job(run))]
     known = slurm.snapshot(open_jobs)
-    swept = differing({run.path: overrides(run) for run in runs}) if sweep else {}
+    given = {path / name: _by_key(words) for name, words in kept(SweepDir(path)).items()} if sweep else {}
+    swept = differing({run.path: given.get(run.path) or overrides(run) for run in runs}) if sweep else {}
     entries = []
     for run in runs:
         status = read_status(run, known)
@@ -89,7 +91,17 @@ def read(path: Path) -> Table:
 def overrides(run: RunDir) -> dict[str, str]:
     """What the command line set for a run, by key; what it set for the sweep may change when that goes on."""
     submissions = (read_json(run.job_path) or {}).get("submissions") or [{}]
-    pairs = [str(o).lstrip("+").partition("=") for o in submissions[-1].get("overrides", [])]
+    return _by_key(submissions[-1].get("overrides", []))
+
+
+def kept(sweep: SweepDir) -> dict[str, list[str]]:
+    """The runs that a sweep has found in others, by name, with what its own command line set for them."""
+    found = (read_json(sweep.facts_path) or {}).get("kept") or {}
+    return {name: given for name, given in found.items() if (sweep.path / name).is_symlink()}
+
+
+def _by_key(given: Iterable[str]) -> dict[str, str]:
+    pairs = [str(override).lstrip("+").partition("=") for override in given]
     return {key: value for key, _, value in pairs if not key.startswith("sweep.")}
 
 
@@ -144,7 +156,9 @@ def cells(entry: Entry, table: Table) -> dict[str, str]:
         "step": number(status.step, ",") + (f"/{status.total_steps:,}" if status.step and status.total_steps else ""),
         "samples/s": number(status.result.get("samples_per_s", status.samples_per_s), ",.0f"),
         "loss": number(status.loss, ".4f"),
+        "val AUC": number(status.val_auc, ".4f"),
         "left": duration(status.seconds_left) if status.seconds_left and status.state is State.running else "",
         "checkpoint": checkpoint(status),
+        "kept from": status.path.readlink().parent.name if status.path.is_symlink() else "",
         "why": (why or "").splitlines()[0][:100] if why else "",
     }

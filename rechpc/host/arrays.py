@@ -9,12 +9,13 @@ import re
 import shlex
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from rechpc.config import Launcher, RunConfig
 from rechpc.host import slurm
-from rechpc.rundir import RunDir, write_text
+from rechpc.rundir import RunDir, new_id, write_text
 
 
 def request(run: RunDir, config: RunConfig) -> tuple[str, ...]:
@@ -24,8 +25,38 @@ def request(run: RunDir, config: RunConfig) -> tuple[str, ...]:
     return tuple(line for line in lines if line.startswith("#SBATCH ") and not line.startswith(own))
 
 
-def script(folder: Path, options: Sequence[str], *, size: int, max_parallel: int | None) -> str:
-    """The batch script of an array whose runs are the lines of `folder`/runs.txt."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Turn:
+    """When the runs of an array may start: so many at a time, and none before other arrays have ended."""
+
+    max_parallel: int | None = None
+    after: tuple[int, ...] = ()  # places in the list of arrays
+
+
+def turns(sizes: Sequence[int], max_parallel: int | None) -> list[Turn]:
+    """Turns of arrays of these sizes, so that no more than `max_parallel` runs of all of them are started at a time.
+
+    Each array has its share for good, because Slurm limits one array only.
+    """
+    if max_parallel is None:
+        return [Turn() for _ in sizes]
+    if max_parallel < len(sizes):
+        lanes = max_parallel
+        return [Turn(max_parallel=1, after=(i - lanes,) if i >= lanes else ()) for i in range(len(sizes))]
+    shares = [1 for _ in sizes]
+    for _ in range(max_parallel - len(sizes)):
+        neediest = max(range(len(sizes)), key=lambda i: sizes[i] / shares[i])
+        shares[neediest] += 1
+    return [Turn(max_parallel=share) for share in shares]
+
+
+def script(folder: Path, options: Sequence[str], *, size: int, max_parallel: int | None, after: Sequence[str]) -> str:
+    """The batch script of an array whose runs are the lines of `folder`/runs.txt; it comes after other arrays."""
+    if after:
+        flag = "#SBATCH --dependency="
+        own = [line.removeprefix(flag) for line in options if line.startswith(flag)]
+        options = [line for line in options if not line.startswith(flag)]
+        options += [flag + ",".join([*own, "afterany:" + ":".join(after)])]
     lines = [
         "#!/bin/bash",
         *options,
@@ -39,39 +70,34 @@ def script(folder: Path, options: Sequence[str], *, size: int, max_parallel: int
 
 
 def submit(
-    runs: Sequence[tuple[RunDir, RunConfig]], *, folder: Path, max_parallel: int | None
-) -> Iterator[tuple[RunDir, slurm.Job]]:
-    """Submit runs that have the same `request`, as one array where the site allows so many elements.
+    runs: Sequence[tuple[RunDir, RunConfig]], *, folder: Path, max_parallel: int | None, after: Sequence[str]
+) -> list[slurm.Job]:
+    """Submit runs that have the same `request`, no more than `max_array_size`, as one array, behind those in `after`.
 
-    Raises LaunchError when Slurm refuses; what was yielded before is submitted.
+    Raises LaunchError when Slurm refuses.
     """
-    limit = max_array_size()
-    options = request(*runs[0])
-    for first in range(0, len(runs), limit):
-        part = runs[first : first + limit]
-        place = folder / f"{time.strftime('%Y%m%d-%H%M%S')}-{part[0][0].path.name}"
-        place.mkdir(parents=True)
-        for run, config in part:
-            run.submission_path.mkdir(exist_ok=True)
-            write_text(run.submission_path / "element.sh", slurm.batch_script(run, config, element=True))
-        write_text(place / "runs.txt", "".join(f"{run.path}\n" for run, _ in part))
-        text = script(place, options, size=len(part), max_parallel=max_parallel)
-        write_text(place / "array.sbatch", text)
-        submitted_at_s = time.time()
-        with slurm.submission_environment(part[0][0]):
-            array_id = slurm.tell("sbatch", "--parsable", text=text).partition(";")[0].strip()  # "id;cluster"
-        for index, (run, _) in enumerate(part):
-            yield (
-                run,
-                slurm.Job(
-                    launcher=Launcher.slurm,
-                    job_id=f"{array_id}_{index}",
-                    host=socket.gethostname(),
-                    pid=None,
-                    path=str(run.path),
-                    submitted_at_s=submitted_at_s,
-                ),
-            )
+    place = folder / new_id()
+    place.mkdir(parents=True)
+    for run, config in runs:
+        run.submission_path.mkdir(exist_ok=True)
+        write_text(run.submission_path / "element.sh", slurm.batch_script(run, config, element=True))
+    write_text(place / "runs.txt", "".join(f"{run.path}\n" for run, _ in runs))
+    text = script(place, request(*runs[0]), size=len(runs), max_parallel=max_parallel, after=after)
+    write_text(place / "array.sbatch", text)
+    submitted_at_s = time.time()
+    with slurm.submission_environment(runs[0][0]):
+        array_id = slurm.tell("sbatch", "--parsable", text=text).partition(";")[0].strip()  # "id;cluster"
+    return [
+        slurm.Job(
+            launcher=Launcher.slurm,
+            job_id=f"{array_id}_{index}",
+            host=socket.gethostname(),
+            pid=None,
+            path=str(run.path),
+            submitted_at_s=submitted_at_s,
+        )
+        for index, (run, _) in enumerate(runs)
+    ]
 
 
 def max_array_size() -> int:

@@ -4,6 +4,8 @@ The ranks import the snapshot, so that editing the checkout cannot change a queu
 here are recorded: an environment holds secrets.
 """
 
+import functools
+import hashlib
 import os
 import platform
 import shutil
@@ -29,9 +31,19 @@ def write(run: RunDir) -> None:
     write_json(run.provenance_path, _facts())
 
 
+@functools.cache
+def code_sha256() -> str:
+    """The digest of this package's code."""
+    digest = hashlib.sha256()
+    for path in sorted(_PACKAGE.rglob("*.py")):
+        digest.update(str(path.relative_to(_PACKAGE)).encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()
+
+
 def _facts() -> dict[str, Any]:
     return {
         "rechpc": rechpc.__version__,
+        "code_sha256": code_sha256(),
         **_git(),
         "python": platform.python_version(),
         "platform": platform.platform(),

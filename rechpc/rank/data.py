@@ -8,7 +8,6 @@ collective waits for a rank that has no data. A thread reads a few batches ahead
 Shape legend: B rows of a local batch, F dense features.
 """
 
-import time
 from collections import deque
 from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
@@ -91,7 +90,6 @@ class GlobalBatches:
         self._world_size = world_size
         self._seed = seed
         self._pin = pin
-        self.waited_s = 0.0  # in `batches`, for a batch that was not ready yet
         self._block = lru_cache(maxsize=2)(self._shuffled_block)
         self._epoch_order = lru_cache(maxsize=1)(self._order_of_blocks)
 
@@ -113,9 +111,7 @@ class GlobalBatches:
         try:
             pending = deque(pool.submit(self._ready, step) for step in range(start, min(start + _AHEAD, stop)))
             for step in range(start + _AHEAD, stop + _AHEAD):
-                asked_s = time.perf_counter()
                 batch = pending.popleft().result()
-                self.waited_s += time.perf_counter() - asked_s
                 if step < stop:
                     pending.append(pool.submit(self._ready, step))
                 yield batch

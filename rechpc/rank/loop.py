@@ -9,22 +9,22 @@ import contextlib
 import logging
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 
 from rechpc import lifeline
 from rechpc.config import DataKind, RunConfig
-from rechpc.errors import DataError, TrainingError
-from rechpc.rank import process
+from rechpc.errors import ConfigError, DataError, TrainingError
+from rechpc.rank import breakdown, process
 from rechpc.rank.blocks import Source
 from rechpc.rank.data import GlobalBatches, open_checked
 from rechpc.rank.metrics import Scores, gather_predictions, score
 from rechpc.rank.model import Output, build
 from rechpc.rank.optim import Optimizers, fuse_sparse
+from rechpc.rank.profiling import Profiler
 from rechpc.rank.report import Report, Window
 from rechpc.rank.saver import Saver
 from rechpc.rank.sharding import settle, shard
@@ -56,7 +56,9 @@ def run_attempt(config: RunConfig, run: RunDir, attempt: AttemptDir, env: RankEn
             stack.enter_context(lifeline.lock(run))
         here = stack.enter_context(process.start(config, env))
         report = Report(run, attempt, here)
-        loop = _Loop(config, run, attempt, here, report)
+        parts = breakdown.on(here.device)
+        stack.enter_context(parts.counting_waits())
+        loop = _Loop(config, run, attempt, here, report, parts)
         reason = loop.train()
         outcome = Outcome.finished
         if reason is None:
@@ -71,8 +73,10 @@ class _Loop:
     """One attempt's model, optimizers, data and progress."""
 
     def __init__(
-        self, config: RunConfig, run: RunDir, attempt: AttemptDir, here: process.Process, report: Report
-    ) -> None:
+        self, config: RunConfig, run: RunDir, attempt: AttemptDir, here: process.Process, report: Report,
+        parts: breakdown.Breakdown,
+    ) -> None:  # fmt: skip
+        self._parts = parts
         self._config, self._run, self._attempt, self._here, self._report = config, run, attempt, here, report
         process.seed(config.seed, here.env.rank, step=0)
         report.phase("checking data")
@@ -91,16 +95,19 @@ class _Loop:
         self.total_steps = config.trainer.epochs * self._train.steps_per_epoch
         if config.trainer.max_steps is not None:
             self.total_steps = min(self.total_steps, config.trainer.max_steps)
+        profile = config.trainer.profile_steps
+        if profile and profile[-1] > self.total_steps:
+            raise ConfigError(f"trainer.profile_steps={profile}: the run has {self.total_steps} steps")
+        self._profiler = Profiler(config.trainer, run, rank=here.env.rank)
         model = build(config.model, config.data, seed=config.seed, device=here.device)
         fuse_sparse(model, config.optimizer)
         self._model = shard(model, config, run, here)
         self._optimizers = Optimizers(self._model, config.optimizer)
         settle(self._model, self._train.nothing().to(here.device))
-        self._pipeline = TrainPipelineSparseDist(
-            self._model, self._optimizers.combined, here.device, execute_all_batches=True
-        )
+        self._pipeline = breakdown.Pipeline(self._model, self._optimizers, here.device, parts)
         self.saver = Saver(run, self._model, self._optimizers, config, here, report.record)
-        self._restore()
+        with parts.paused():
+            self._restore()
         self._pulse = _Pulse(here)
         self._first_timed_step = self.state.step + config.trainer.timing_warmup_steps + 1
         self._clock_s = time.perf_counter()
@@ -124,6 +131,7 @@ class _Loop:
                 scores = self._evaluate(self._val)
                 if scores is not None:
                     self._report.record(self.state.step, scores.as_record("val"))
+                    self._report.progress(val_auc=scores.auc)
         if self.saver.started_step != self.state.step:
             self._save()
         with self._stall("saving"):
@@ -146,11 +154,13 @@ class _Loop:
 
     def _train_until(self, end: int) -> StopReason | None:
         self._model.train()
-        self._report.phase("training")
+        self._report.phase("training", step=self.state.step)
         batches = self._train.batches(self.state.step, end)
         while self.state.step < end:
             rate = self._optimizers.set_step(self.state.step)
+            self._profiler.begin(self.state.step + 1)
             output: Output = self._pipeline.progress(batches)
+            self._parts.end_step()
             samples = self._train.num_samples(self.state.step)
             self.state.step += 1
             self.state.samples += samples
@@ -163,7 +173,12 @@ class _Loop:
                 reason = self._take(self._pulse.flush()) or reason
             if due or reason is not None:
                 self._save()
-                self._report.phase("training")
+            traced = self._profiler.is_due(self.state.step, last=reason is not None)
+            if traced:
+                with self._stall("profiling"):
+                    self._profiler.write(self.state.step)
+            if due or reason is not None or traced:
+                self._report.phase("training", step=self.state.step)
             if reason is not None:
                 batches.close()
                 return reason
@@ -187,15 +202,15 @@ class _Loop:
         if not pulse.saving:
             self.saver.settle()
         now_s = time.perf_counter()
-        step_s = now_s - self._clock_s if pulse.step >= self._first_timed_step else None
+        is_timed = pulse.step >= self._first_timed_step and not self._profiler.slows(pulse.step)
+        step_s = now_s - self._clock_s if is_timed else None
         self._clock_s = now_s
-        data_wait_s, self._train.waited_s = self._train.waited_s, 0.0
         self.state.window.add(
             samples=pulse.samples,
             loss=pulse.loss,
             positive_rate=pulse.positive_rate,
             step_s=step_s,
-            data_wait_s=data_wait_s,
+            parts_s=self._parts.take(),
         )
         if step_s is not None:
             self.state.timed_samples += pulse.samples
@@ -214,15 +229,22 @@ class _Loop:
         return pulse.stop
 
     def _save(self) -> None:
+        began_s = time.perf_counter()
         with self._stall("saving"):
             self.saver.save(self.state.step, asdict(self.state))
+        self.state.window.stall_s += time.perf_counter() - began_s
 
     def _restore(self) -> None:
         self._report.phase("restoring")
         saved = self.saver.restore()
-        self.state = State(**{**saved, "window": Window(**saved["window"])}) if saved else State()
+        known = {f.name for f in fields(Window)}  # a checkpoint of another version may have summed up something else
+        window = Window(**{name: value for name, value in (saved or {}).get("window", {}).items() if name in known})
+        self.state = State(**{**(saved or {}), "window": window})
         logger.info("start_step=%d total_steps=%d", self.state.step, self.total_steps)
         self._report.record(self.state.step, {"resumed_at_step": self.state.step})
+        if self._here.is_main:
+            scores = [record["val_auc"] for record in self._run.metrics() if "val_auc" in record]
+            self._report.progress(val_auc=scores[-1] if scores else None)
 
     @torch.no_grad()
     def _evaluate(self, batches: GlobalBatches) -> Scores | None:
@@ -267,9 +289,10 @@ class _Loop:
 
     @contextlib.contextmanager
     def _stall(self, phase: str) -> Iterator[None]:
-        """Time that is not training: shown as its own phase, and left out of samples/s."""
-        self._report.phase(phase)
-        yield
+        """Time that is not training: shown as its own phase, and left out of samples/s and the parts of a step."""
+        self._report.phase(phase, step=self.state.step)
+        with self._parts.paused():
+            yield
         self._clock_s = time.perf_counter()
 
 

@@ -10,7 +10,7 @@ import os
 import resource
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -44,9 +44,9 @@ class Report:
             self._metrics = _append(run)
             self._events = _event_writer(run)
 
-    def phase(self, name: str) -> None:
-        """Say what the attempt is doing now."""
-        logger.info("phase=%s", name)
+    def phase(self, name: str, *, step: int = 0) -> None:
+        """Say what the attempt is doing now, after so many steps."""
+        logger.info("phase=%s step=%d", name, step)
         self._progress["phase"] = name
         self._beat(now=True)
 
@@ -74,7 +74,7 @@ class Report:
 
     def data_wait(self, window: dict[str, float | None]) -> None:
         """Say, of the values of a window, that training waits for data, where it does."""
-        share = (window["rank0_data_wait_ms"] or 0) / (window["step_time_ms"] or 1)
+        share = (window.get("rank0_data_wait_ms") or 0) / (window["step_time_ms"] or 1)
         slow = share > _SLOW_DATA_SHARE
         self.progress(data_wait_share=share if slow else None)
         if slow and self._active:
@@ -94,7 +94,7 @@ class Report:
         if self._events is not None:
             with self._tolerant(self._run.tensorboard_path):
                 self._events.close()
-        self.phase("done")
+        self.phase("done", step=step)
         write_json(
             self._attempt.outcome_path,
             {"outcome": outcome, "step": step, "checkpoint_step": checkpoint_step, "error": error},
@@ -142,12 +142,13 @@ class Window:
     timed_samples: int = 0
     timed_steps: int = 0
     timed_s: float = 0.0
-    data_wait_s: float = 0.0
+    parts_s: dict[str, float] = field(default_factory=dict)  # of the timed steps, see rechpc.rank.breakdown
+    stall_s: float = 0.0  # of the saves since the last record
 
     def add(
-        self, *, samples: int, loss: float, positive_rate: float, step_s: float | None, data_wait_s: float = 0.0
+        self, *, samples: int, loss: float, positive_rate: float, step_s: float | None, parts_s: dict[str, float]
     ) -> None:
-        """One step; `step_s` is None where the step is not to be timed, `data_wait_s` is rank 0's share of it."""
+        """One step; `step_s` is None where the step is not to be timed, `parts_s` are rank 0's."""
         self.samples += samples
         self.loss_sum += samples * loss
         self.positives += samples * positive_rate
@@ -155,17 +156,18 @@ class Window:
             self.timed_samples += samples
             self.timed_steps += 1
             self.timed_s += step_s
-            self.data_wait_s += data_wait_s
+            self.parts_s = {part: self.parts_s.get(part, 0.0) + seconds for part, seconds in parts_s.items()}
 
     def values(self) -> dict[str, float | None]:
         """Means over the window, under keys with units."""
         loss, base = self.loss_sum / self.samples, entropy(self.positives / self.samples)
+        parts_s = {**self.parts_s, "checkpoint_stall": self.stall_s} if self.timed_steps else {}
         return {
             "loss": loss,
             "ne": loss / base if base else None,
             "samples_per_s": self.timed_samples / self.timed_s if self.timed_s else None,
             "step_time_ms": 1000 * self.timed_s / self.timed_steps if self.timed_steps else None,
-            "rank0_data_wait_ms": 1000 * self.data_wait_s / self.timed_steps if self.timed_steps else None,
+            **{f"rank0_{part}_ms": 1000 * seconds / self.timed_steps for part, seconds in parts_s.items()},
         }
 
 

@@ -2,7 +2,9 @@
 
 import dataclasses
 import functools
+import gzip
 import itertools
+import json
 import time
 from pathlib import Path
 
@@ -349,6 +351,27 @@ def test_slow_data_is_waited_for_and_changes_nothing_but_the_time(ranks, tmp_pat
     assert [r["loss"] for r in slow] == [r["loss"] for r in fast]
     assert all(r["rank0_data_wait_ms"] >= 0 for r in fast)
     assert sum(r["rank0_data_wait_ms"] for r in slow) > 20
+
+
+def test_the_parts_of_steps_and_traces_of_some_are_there_and_change_nothing(ranks, tmp_path):
+    runs = {}
+    for name, steps in (("plain", "[]"), ("traced", "[4,5]")):
+        more = ("trainer.log_every=1", "trainer.timing_warmup_steps=0", "trainer.eval_every=3", "checkpoint.every=3")
+        more += ("data.synthetic.val_rows=50", "sharding=row_wise", f"trainer.profile_steps={steps}")
+        config = tiny(*more, world_size=2)
+        runs[name] = run_of(config, tmp_path / name)
+        assert ranks(2, attempt_in_process, config, runs[name], "test.0") == [Outcome.finished] * 2
+    plain, traced = ([r for r in runs[name].metrics() if "loss" in r] for name in runs)
+    assert [r["loss"] for r in traced] == [r["loss"] for r in plain]
+    for part in ("forward", "backward", "all_to_all", "optimizer", "other"):
+        assert all(r[f"rank0_{part}_ms"] > 0 for r in plain), part
+    assert [r["step"] for r in plain if r["rank0_checkpoint_stall_ms"]] == [4, 7, 10]
+    assert {r["step"] for r in traced if r["step_time_ms"] is None} == {3, 4, 5}  # tracing is slow
+    assert not runs["plain"].profile_path(4, 5, 0).parent.exists()
+    for rank in (0, 1):
+        with gzip.open(runs["traced"].profile_path(4, 5, rank), "rt") as file:
+            names = [str(event.get("name")) for event in json.load(file)["traceEvents"]]
+        assert sum(name.startswith("## forward ") for name in names) == 2
 
 
 @pytest.mark.parametrize("label", [0, 1])

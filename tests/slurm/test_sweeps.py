@@ -73,6 +73,12 @@ def test_a_sweep_is_continued_to_completion_by_the_same_command(cluster: Cluster
     assert aucs == sorted(aucs, reverse=True)
     assert logged_steps(elements[1].path) == list(range(10, STEPS + 1, 10))
 
+    text = cluster.check("python", "-m", "rechpc.submit", *SWEEP, timeout_s=120)
+    assert "6 runs, 0 to start" in text  # another sweep, which finds them in the first
+    assert "6 finished in other sweeps" in text
+    table_of_links = cluster.run("python", "-m", "rechpc.status", said(text, "sweep").rstrip(":"))
+    assert (table_of_links.returncode, table_of_links.stdout.splitlines()[-1]) == (0, "6 runs: 6 finished")
+
     here = table.read(cluster.scratch / sweep.removeprefix(f"{SCRATCH}/"))
     stories = [report.story(entry, here.path) for entry in here.entries]
     preempted = next(s for s in stories if s.run == RunDir(elements[1].path))
@@ -80,3 +86,23 @@ def test_a_sweep_is_continued_to_completion_by_the_same_command(cluster: Cluster
     crashed = next(s for s in stories if s.run == RunDir(elements[0].path))
     assert [s.phase for s in crashed.spans if s.attempt == 0][-1] == "lost"
     assert "6 runs: 6 finished" in report.page([here], stories)
+
+
+def test_the_arrays_of_one_sweep_together_start_no_more_runs_than_asked_for(cluster: Cluster) -> None:
+    sizes = ("-m", *ON_CLUSTER, *SMALL, "job.nodes=1,2", "trainer.max_steps=10", "seed=4", "sweep.max_parallel=1")
+    text = cluster.check("python", "-m", "rechpc.submit", *sizes, timeout_s=120)
+    sweep = said(text, "sweep").rstrip(":")
+    assert text.count("an array in slurm") == 2
+    try:
+        wait_until(
+            lambda: states(cluster, sweep) == ["finished"] * 2,
+            lambda: str(states(cluster, sweep)),
+            every_s=3.0,
+            patience_s=400,
+        )
+    finally:
+        cluster.run("scancel", "--user=hpc", user="root")
+    here = table.read(cluster.scratch / sweep.removeprefix(f"{SCRATCH}/"))
+    lives = sorted((report.story(entry, here.path).spans for entry in here.entries), key=lambda spans: spans[-1].end_s)
+    assert lives[1][0].phase == "queued"
+    assert lives[1][0].end_s >= lives[0][-1].end_s

@@ -151,6 +151,22 @@ RULES = {
         "'a' has 2 rows",
         "mapping=vocabulary needs 3",
     ),
+    "a trace that ends before it begins": (
+        ["trainer.profile_steps=[5,3]"],
+        "trainer.profile_steps=[5, 3]",
+        "[FIRST,LAST] of at most 100",
+    ),
+    "a trace of a list of steps": (
+        ["trainer.profile_steps=[1,2,3]"],
+        "trainer.profile_steps=[1, 2, 3]",
+        "[FIRST,LAST]",
+    ),
+    "a trace that fills the memory": (["trainer.profile_steps=[1,101]"], "trainer.profile_steps=[1, 101]", "100 steps"),
+    "a trace of steps that the run does not make": (
+        ["trainer.profile_steps=[9,10]", "trainer.max_steps=9"],
+        "trainer.profile_steps=[9, 10]",
+        "ends at trainer.max_steps=9",
+    ),
     "a long separator": (["data.separator=ab"], "data.separator='ab'", "one character, or tab"),
     "no separator in lists": (["data.list_separator=''"], "data.list_separator=''", "at least one character"),
     "decay during warm-up": (

@@ -217,20 +217,6 @@ def test_the_thread_ends_with_its_batches(end):
     assert readers() == []
 
 
-def test_a_source_that_is_too_slow_is_waited_for_and_the_wait_is_measured(monkeypatch):
-    source, batches = gated()
-    clock = itertools.count()
-
-    def now_s() -> float:
-        """A clock that goes on by a second when it is read, and a file system that answers no sooner than that."""
-        source.gate.release()
-        return float(next(clock))
-
-    monkeypatch.setattr("rechpc.rank.data.time.perf_counter", now_s)
-    assert joined(samples(batch) for batch in batches.batches(0, 3)) == list(range(3 * GLOBAL_BATCH))
-    assert batches.waited_s == 3
-
-
 # Prepared data sets
 
 

@@ -133,8 +133,8 @@ def test_waiting_for_data_is_measured_and_said_where_it_costs_more_than_a_tenth(
     env = RankEnv(rank=0, local_rank=0, world_size=1, local_world_size=1)
     report = Report(run, run.start_attempt("a.0"), Process(env, torch.device("cpu"), host_group=None))
     window = Window()
-    window.add(samples=8, loss=0.5, positive_rate=0.5, step_s=None, data_wait_s=9.0)  # warming up
-    window.add(samples=8, loss=0.5, positive_rate=0.5, step_s=1.0, data_wait_s=data_wait_s)
+    window.add(samples=8, loss=0.5, positive_rate=0.5, step_s=None, parts_s={"data_wait": 9.0})  # warming up
+    window.add(samples=8, loss=0.5, positive_rate=0.5, step_s=1.0, parts_s={"data_wait": data_wait_s})
     values = window.values()
     assert values["rank0_data_wait_ms"] == pytest.approx(1000 * data_wait_s)
     report.data_wait(values)

@@ -1,6 +1,7 @@
 """rechpc.status for many runs, its logs, and how it stops runs; run directories are made by hand."""
 
 import json
+import re
 import signal
 import socket
 import subprocess
@@ -224,6 +225,8 @@ def test_times_are_shown_only_while_they_pass(command, sweep, commands, tmp_path
     run = sweep("r1", job_id="101_1")
     attempt = run.start_attempt("101_1.0")
     beat = {"phase": "training", "step": 5, "total_steps": 50, "seconds_left": 90.0, "time_s": time.time()}
-    write_json(attempt.heartbeat_path, beat)
+    write_json(attempt.heartbeat_path, {**beat, "val_auc": 0.71234})
     commands(squeue='echo "101_1|RUNNING|None"', sacct="exit 1")
-    assert "1 min 30 s" in command(tmp_path)[1]
+    text = command(tmp_path)[1]
+    assert "1 min 30 s" in text
+    assert re.search(r"val AUC +.*\n.* 0.7123 ", text)

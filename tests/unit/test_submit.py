@@ -213,6 +213,7 @@ def test_a_resume_cannot_cut_the_row_states_of_adagrad_by_columns(command, make_
 def test_resume_takes_what_may_change_and_keeps_the_rest(command, make_run):
     run = make_run("trainer.global_batch=96", "seed=5")
     changes = ["job.ranks_per_node=3", "sharding.type=row_wise", "checkpoint.every=7", "trainer.max_steps=9"]
+    changes += ["trainer.profile_steps=[9]"]
     code, out, _ = command(f"resume={run.path}", "dry_run=true", *changes)
     assert code == 0
     for line in ("seed: 5", "global_batch: 96", "ranks_per_node: 3", "type: row_wise", "every: 7", "max_steps: 9"):

@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -14,9 +15,10 @@ import pytest
 from rechpc import compose, submit, table
 from rechpc.config import Launcher
 from rechpc.errors import ConfigError
-from rechpc.host import slurm
+from rechpc.host import arrays, provenance, slurm
 from rechpc.rundir import RunDir, read_json, write_json
 from rechpc.study import Interval, Study, is_minimized
+from rechpc.sweep import _is_same
 from tests.slurm.runs import wait_until
 
 ROOT = Path(compose.__file__).resolve().parents[1]
@@ -71,9 +73,9 @@ def test_a_sweep_is_one_array_for_each_set_of_resources(command, site):
     overrides = ["seed=1,2", "job.nodes=1,2", "optimizer.learning_rate=0.1", "sweep.max_parallel=1"]
     code, out, err = command("cluster=slurm", "sweep.dir=sweep", *overrides)
     assert (code, err) == (0, "")
-    assert [re.findall("--(nodes|array)=(.*)", text) for text in scripts()] == [
+    assert [re.findall("--(nodes|dependency|array)=(.*)", text) for text in scripts()] == [
         [("nodes", "1"), ("array", "0-1%1")],
-        [("nodes", "2"), ("array", "0-1%1")],
+        [("nodes", "2"), ("dependency", "afterany:101"), ("array", "0-1%1")],
     ]
     jobs = {name: slurm.newest_job(run).job_id for name, run in runs("seed", "job.nodes").items()}
     assert sorted(jobs) == ["1 1", "1 2", "2 1", "2 2"]
@@ -121,6 +123,33 @@ def test_an_array_is_cut_where_the_site_allows_fewer_elements(command, site, com
     (tmp_path / "bin" / "scontrol").write_text("#!/bin/sh\necho 'MaxArraySize            = 2'\n")
     command(*SLURM, "seed=1,2,3")
     assert [re.findall("--array=(.*)", text) for text in scripts()] == [["0-1"], ["0-0"]]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "limit", "shares", "after"),
+    [
+        ([6], 4, [4], [()]),
+        ([6, 6], 4, [2, 2], [(), ()]),
+        ([9, 2], 4, [3, 1], [(), ()]),
+        ([5, 5, 5], 2, [1, 1, 1], [(), (), (0,)]),
+        ([1, 2], None, [None, None], [(), ()]),
+    ],
+)
+def test_the_arrays_of_a_sweep_share_what_may_run_at_a_time(sizes, limit, shares, after):
+    turns = arrays.turns(sizes, limit)
+    assert ([t.max_parallel for t in turns], [t.after for t in turns]) == (shares, after)
+
+
+def test_what_is_on_its_way_counts_for_what_may_run_at_a_time(command, site):
+    command(*SLURM, "seed=1,2", "sweep.max_parallel=3")
+    Path("queue").write_text("101_0|RUNNING|None\n101_1|RUNNING|None\n")
+    command(*SLURM, "seed=1,2,3,4", "sweep.max_parallel=3", "job.dependency=afterok:9")
+    Path("queue").write_text("".join(f"10{i // 2 + 1}_{i % 2}|RUNNING|None\n" for i in range(4)))
+    command(*SLURM, "seed=1,2,3,4,5", "sweep.max_parallel=3", "job.dependency=afterok:9")
+    assert [re.findall("--(array|dependency)=(.*)", text) for text in scripts()[1:]] == [
+        [("dependency", "afterok:9"), ("array", "0-1%1")],
+        [("dependency", "afterok:9,afterany:101:102"), ("array", "0-0%3")],
+    ]
 
 
 def test_a_refused_array_leaves_no_run(command, site, tmp_path):
@@ -215,6 +244,58 @@ def test_a_run_whose_directory_was_cut_off_is_made_anew(command, site):
     run.code_path.mkdir(parents=True)
     command(*SLURM, "seed=1")
     assert runs().keys() == {"1"}
+
+
+@pytest.fixture
+def finished(command, site):
+    """A finished sweep over two seeds, which another one may find."""
+    command("cluster=slurm", "sweep.dir=runs/dlrm/old", "seed=1,2")
+    found = [RunDir(path.parent) for path in Path("runs/dlrm/old").absolute().glob("*/config.yaml")]
+    for run in found:
+        write_json(run.result_path, {"state": "finished", "test_auc": 0.7})
+    return found
+
+
+def test_a_run_that_another_sweep_has_finished_is_kept_and_not_repeated(command, finished):
+    _, out, _ = command("cluster=slurm", "sweep.dir=runs/dlrm/new", "seed=2,3", "dry_run=true")
+    assert re.findall(r" (new|kept, of old) +(\d) ", out) == [("kept, of old", "2"), ("new", "3")]
+    code, out, _ = command("cluster=slurm", "sweep.dir=runs/dlrm/new", "seed=2,3", "optimizer.learning_rate=0.02")
+    assert (code, "2 runs, 1 to start" in out, "1 finished in other sweeps" in out) == (0, True, True)
+    entries = {e.swept["seed"]: e for e in table.read(Path("runs/dlrm/new").absolute()).entries}
+    assert entries["2"].objective == 0.7
+    assert list(entries["2"].swept) == ["seed"]
+    assert entries["3"].objective is None
+    assert re.search(r"kept from\n.* old\n", table.render(table.read(Path("runs/dlrm/new").absolute())))
+    assert len(table.find(Path("runs").absolute())) == 3  # each run once
+    _, out, _ = command("cluster=slurm", "sweep.dir=runs/dlrm/new", "seed=2,3")
+    assert "2 runs, 1 to start" in out  # of which Slurm has forgotten
+
+
+@pytest.mark.parametrize("why", ["asked", "other code", "gone", "not finished"])
+def test_a_run_of_another_sweep_is_repeated_where_it_need_not_be_the_same(command, finished, monkeypatch, why):
+    more = ["sweep.reuse=false"] if why == "asked" else []
+    if why == "other code":
+        monkeypatch.setattr("rechpc.host.provenance.code_sha256", lambda: "other")
+    elif why == "gone":
+        command("cluster=slurm", "sweep.dir=sweep", "seed=1,2")
+        shutil.rmtree("runs")
+    elif why == "not finished":
+        for run in finished:
+            run.result_path.unlink()
+    code, out, err = command("cluster=slurm", "sweep.dir=sweep", "seed=1,2", *more)
+    assert (code, err) == (0, "")
+    assert "2 runs, 2 to start" in out
+    assert not any(path.is_symlink() for path in Path("sweep").iterdir())
+
+
+def test_data_that_were_prepared_anew_make_another_run(tmp_path, make_config):
+    run, config = RunDir.create(tmp_path, "sweep", "a"), make_config()
+    config.data.path = str(tmp_path)
+    write_json(run.result_path, {"state": "finished"})
+    write_json(tmp_path / "index.json", {})
+    for written_at_s, same in ((time.time() + 60, True), (time.time() - 60, False)):
+        write_json(run.provenance_path, {"code_sha256": provenance.code_sha256(), "written_at_s": written_at_s})
+        assert _is_same(run, config) is same
 
 
 def test_a_sweep_is_not_written_into_a_run(command, site, make_run):
