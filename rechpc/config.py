@@ -394,6 +394,14 @@ class CheckpointConfig:
 
 
 @dataclass(kw_only=True, slots=True)
+class ExpectedConfig:
+    """What others reach with this configuration; shown beside the result, and changes nothing."""
+
+    auc: float | None = option(None, "AUC of the val or the test split; null: nothing is expected", low=0, high=1)
+    source: str = option("", "who says so, of what, and when in a training")
+
+
+@dataclass(kw_only=True, slots=True)
 class RunConfig:
     """One run: what `config.yaml` in the run directory holds."""
 
@@ -409,6 +417,7 @@ class RunConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    expected: ExpectedConfig = field(default_factory=ExpectedConfig)
 
     @property
     def ranks_per_node(self) -> int:

@@ -20,6 +20,7 @@ from rechpc.state import (
     current_attempt,
     duration,
     entry,
+    expectation,
     progress,
     read_status,
     result_line,
@@ -113,6 +114,8 @@ def _report(run: RunDir, status: RunStatus, *, interrupted: bool) -> int:
     """Say how the run ended. Raises LaunchError when it failed, with the first failing rank's own error on top."""
     if status.state is State.finished:
         print(result_line(status.result))
+        if expected := expectation(run):
+            print(f"expected {expected}")
         if (wall_s := status.result.get("wall_s")) is not None:
             print(f"{status.step:,} steps in {duration(wall_s)}, {status.num_attempts} attempt(s)")
         _print_next(run, status)

@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from rechpc.config import Launcher
+from rechpc.errors import ConfigError
 from rechpc.host import slurm
+from rechpc.rules import load
 from rechpc.rundir import AttemptDir, Outcome, RunDir, read_json
 
 _STALE_S = 60.0
@@ -165,6 +167,22 @@ def result_line(result: dict[str, Any]) -> str:
     if rate is not None:
         parts.append(f"{rate:,.0f} samples/s on {result.get('world_size', '?')} ranks")
     return ", ".join(parts)
+
+
+def expectation(run: RunDir) -> str | None:
+    """What the configuration expects of a finished run and when that was reached, on one line; None for nothing."""
+    try:
+        expected = load(run.config_path).expected
+    except ConfigError:  # that of another version: where a run stands can be shown nevertheless
+        return None
+    if expected.auc is None:
+        return None
+    names = ("val_auc", "test_auc")
+    seen = [(r["step"], r[name]) for r in run.metrics() for name in names if r.get(name) is not None]
+    first = next((step for step, auc in seen if auc >= expected.auc), None)
+    best = f"the best is {max(auc for _, auc in seen):.5f}" if seen else "there is no AUC"
+    reached = f"not reached, {best}" if first is None else f"reached by step {first:,}, {best}"
+    return f"AUC {expected.auc:g} ({expected.source}): {reached}"
 
 
 def checkpoint(status: RunStatus) -> str:

@@ -15,7 +15,7 @@ from rechpc.config import Launcher
 from rechpc.errors import ConfigError, LaunchError, RechpcError
 from rechpc.host import slurm
 from rechpc.rundir import RunDir, StopReason
-from rechpc.state import RunStatus, State, current_attempt, entry, read_status, render, shown
+from rechpc.state import RunStatus, State, current_attempt, entry, expectation, read_status, render, shown
 
 _EXIT = {State.finished: 0, State.failed: 1, State.lost: 1}
 _WATCH_S = 3.0
@@ -62,7 +62,7 @@ def _show(path: Path, *, as_json: bool, watch: bool) -> int:
     is_run = (path / "config.yaml").exists()
     while True:
         found = table.read(path)
-        text = render(found.entries[0].status) if is_run else table.render(found)
+        text = _render(found.entries[0].status) if is_run else table.render(found)
         text = table.as_json(found.entries) if as_json else text
         if watch and sys.stdout.isatty():
             print("\x1b[H\x1b[2J", end="")
@@ -70,6 +70,11 @@ def _show(path: Path, *, as_json: bool, watch: bool) -> int:
         if not watch or all(e.status.state in table.ENDED for e in found.entries):
             return _EXIT.get(found.entries[0].status.state if len(found.entries) == 1 else found.state_of_all(), 3)
         time.sleep(_WATCH_S)
+
+
+def _render(status: RunStatus) -> str:
+    expected = expectation(RunDir.open(str(status.path))) if status.state is State.finished else None
+    return render(status) + (f"\nexpected   {expected}" if expected else "")
 
 
 def _tell(runs: list[RunDir], verb: str) -> int:

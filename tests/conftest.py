@@ -2,7 +2,7 @@
 
 import importlib.util
 
-_NEED_TORCH = ["distributed", "local", "unit/test_data.py", "unit/test_metrics.py", "unit/test_schedule.py"]
+_NEED_TORCH = ["distributed", "gpu", "local", "unit/test_data.py", "unit/test_metrics.py", "unit/test_schedule.py"]
 _HAS_TORCH = importlib.util.find_spec("torchrec") is not None
 
 collect_ignore = [] if _HAS_TORCH else _NEED_TORCH

@@ -3,6 +3,7 @@
 An undefined value is None with a reason, never 0.5 or 1.0.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -38,64 +39,82 @@ def score(logits_N: np.ndarray, labels_N: np.ndarray) -> Scores:
 
     Raises TrainingError for a logit that is not finite: a NaN, sorted, would look like a perfect score.
     """
-    logits_N = logits_N.astype(np.float64)
-    if bad := int((~np.isfinite(logits_N)).sum()):
-        raise TrainingError(f"{bad} of {len(logits_N)} predictions are not finite; training has diverged")
-    samples, positives = len(labels_N), int(labels_N.sum())
-    if not samples:
-        undefined = "no samples"
-        return Scores(samples=0, positives=0, auc=None, log_loss=None, ne=None, calibration=None, accuracy=None,
-                      undefined=undefined)  # fmt: skip
-    log_loss = float(np.mean(np.logaddexp(0, logits_N) - labels_N * logits_N))
-    rate = positives / samples
-    one_class = positives in (0, samples)
-    entropy = 0.0 if one_class else -(rate * np.log(rate) + (1 - rate) * np.log1p(-rate))
-    prediction = float(np.mean(1 / (1 + np.exp(-np.clip(logits_N, -700, 700)))))
-    return Scores(
-        samples=samples,
-        positives=positives,
-        auc=None if one_class else auc(logits_N, labels_N),
-        log_loss=log_loss,
-        ne=None if one_class else float(log_loss / entropy),
-        calibration=prediction / rate if positives else None,
-        accuracy=float(np.mean((logits_N >= 0) == (labels_N == 1))),
-        undefined=f"all {samples} labels are {labels_N[0]:.0f}: AUC and NE need both classes" if one_class else None,
-    )
-
-
-def auc(scores_N: np.ndarray, labels_N: np.ndarray) -> float:
-    """The exact area under the ROC curve; a tied pair counts half. Both classes must be present."""
-    order = np.argsort(scores_N, kind="stable")
-    sorted_N = scores_N[order]
-    last = np.append(np.flatnonzero(np.diff(sorted_N)), len(sorted_N) - 1)  # the last of each group of ties
-    positives = np.diff(np.cumsum(labels_N[order].astype(np.int64))[last], prepend=0)
-    negatives = np.diff(last + 1, prepend=0) - positives
-    below = np.cumsum(negatives) - negatives
-    pairs = float((positives * (below + 0.5 * negatives)).sum())
-    return pairs / (float(positives.sum()) * float(negatives.sum()))
+    return _score(logits_N[labels_N == 0], logits_N[labels_N == 1])
 
 
 def gather_predictions(logits: list[torch.Tensor], labels: list[torch.Tensor], process: Process) -> Scores | None:
     """Scores over all ranks, on rank 0; None elsewhere. Lists hold this rank's batches, without padding.
 
-    Collective: every rank. Rank 0 holds 8 bytes a sample of the whole split.
+    Exact, and on rank 0 in 4 bytes a sample of the whole split (0.36 GB for the 89 million of MLPerf): one array of
+    float32 for each label, sorted in place.
+    Collective: every rank.
     """
-    local = torch.stack([_cat(logits), _cat(labels)]).float().cpu()
-    counts = [torch.zeros((), dtype=torch.int64) for _ in range(process.env.world_size)]
-    dist.all_gather(counts, torch.tensor(local.shape[1]), group=process.host_group)
-    longest = int(max(counts))
-    padded = torch.zeros(2, longest)
-    padded[:, : local.shape[1]] = local
-    parts = [torch.empty_like(padded) for _ in counts] if process.is_main else None
-    dist.gather(padded, parts, dst=0, group=process.host_group)
-    if parts is None:
-        return None
-    whole = torch.cat([part[:, : int(n)] for part, n in zip(parts, counts, strict=True)], dim=1).numpy()
-    return score(whole[0], whole[1])
+    local = []
+    for label in (0, 1):
+        parts = [z_B[y_B == label].float() for z_B, y_B in zip(logits, labels, strict=True)]
+        local.append(torch.cat(parts).cpu() if parts else torch.empty(0))
+    sizes = torch.tensor([len(z) for z in local])
+    counts = [torch.zeros(2, dtype=torch.int64) for _ in range(process.env.world_size)]
+    dist.all_gather(counts, sizes, group=process.host_group)
+    whole = []
+    for label in (0, 1):
+        ends = np.cumsum([int(count[label]) for count in counts])
+        if not process.is_main:
+            dist.send(local[label], dst=0, group=process.host_group)
+            continue
+        joined = torch.empty(int(ends[-1]))
+        joined[: ends[0]] = local[label]
+        for rank in range(1, len(counts)):
+            dist.recv(joined[ends[rank - 1] : ends[rank]], src=rank, group=process.host_group)
+        whole.append(joined.numpy())
+    return _score(*whole) if process.is_main else None
 
 
-def _cat(parts: list[torch.Tensor]) -> torch.Tensor:
-    return torch.cat(parts) if parts else torch.empty(0)
+def _score(negatives_N: np.ndarray, positives_N: np.ndarray) -> Scores:
+    """Scores of the logits of both labels; sorts them in place."""
+    samples, positives = len(negatives_N) + len(positives_N), len(positives_N)
+    bad = sum(int((~np.isfinite(part)).sum()) for zs in (negatives_N, positives_N) for part in _parts(zs))
+    if bad:
+        raise TrainingError(f"{bad} of {samples} predictions are not finite; training has diverged")
+    if not samples:
+        undefined = "no samples"
+        return Scores(samples=0, positives=0, auc=None, log_loss=None, ne=None, calibration=None, accuracy=None,
+                      undefined=undefined)  # fmt: skip
+    losses = predictions = correct = 0.0
+    for zs, sign in ((negatives_N, 1), (positives_N, -1)):
+        for part in _parts(zs):
+            z = part.astype(np.float64)
+            losses += float(np.logaddexp(0, sign * z).sum())
+            predictions += float((1 / (1 + np.exp(-np.clip(z, -700, 700)))).sum())
+            correct += int(((z >= 0) == (sign < 0)).sum())
+    base, rate = entropy(positives / samples), positives / samples
+    one_class = base is None
+    return Scores(
+        samples=samples,
+        positives=positives,
+        auc=None if one_class else _auc(negatives_N, positives_N),
+        log_loss=losses / samples,
+        ne=None if base is None else losses / samples / base,
+        calibration=predictions / samples / rate if positives else None,
+        accuracy=correct / samples,
+        undefined=f"all {samples} labels are {int(rate)}: AUC and NE need both classes" if one_class else None,
+    )
+
+
+def _auc(negatives_N: np.ndarray, positives_N: np.ndarray) -> float:
+    """The exact area under the ROC curve: the share of pairs in order, a tied pair counting half; sorts in place."""
+    negatives_N.sort()
+    positives_N.sort()
+    twice = 0
+    for part in _parts(positives_N):  # whose negatives lie next to each other, which is what makes this quick
+        below, up_to = (np.searchsorted(negatives_N, part, side=side) for side in ("left", "right"))
+        twice += int(below.sum()) + int(up_to.sum())
+    return twice / (2 * len(negatives_N) * len(positives_N))
+
+
+def _parts(values_N: np.ndarray) -> Iterator[np.ndarray]:
+    """Views of a few megabytes, so that temporary arrays stay small whatever the split."""
+    return (values_N[i : i + (1 << 20)] for i in range(0, len(values_N), 1 << 20))
 
 
 def entropy(rate: float) -> float | None:

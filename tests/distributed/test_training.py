@@ -11,10 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from torch import nn
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 
-from rechpc.config import DataKind, Interaction, RunConfig, ShardingType
+from rechpc.config import DataKind, RunConfig, ShardingType
 from rechpc.errors import ConfigError
 from rechpc.rank import process
 from rechpc.rank.data import GlobalBatches, open_splits
@@ -123,84 +122,6 @@ def settle_only(env, config: RunConfig, run: RunDir) -> list[str]:
 def test_the_gradient_of_nothing_changes_nothing(ranks, tmp_path, sharding):
     config = tiny(f"sharding.type={sharding}", world_size=3)
     assert ranks(3, settle_only, config, RunDir.create(tmp_path, "run")) == [[], [], []]
-
-
-class PlainDLRM(nn.Module):
-    """DLRM from its papers, in PyTorch alone, with the weights of a gathered state dict."""
-
-    def __init__(self, config: RunConfig, weights: dict[str, np.ndarray]) -> None:
-        super().__init__()
-        self.config = config
-        found = {name.removeprefix("model."): torch.from_numpy(w.copy()) for name, w in weights.items()}
-        tables = {n.split(".")[3]: w for n, w in found.items() if ".embedding_bags." in n}
-        self.tables = nn.ModuleDict(
-            {
-                name: nn.EmbeddingBag.from_pretrained(
-                    w, freeze=False, mode=config.data.tables()[name].features[0].pooling
-                )
-                for name, w in tables.items()
-            }
-        )
-        self.bottom = self._linear(found, "dense_arch.")
-        self.top = self._linear(found, "over_arch.")
-        cross = {n.rpartition("crossnet.")[2]: nn.Parameter(w) for n, w in found.items() if "crossnet." in n}
-        self.cross = nn.ParameterDict({n.replace(".", "_"): w for n, w in cross.items()})
-
-    @staticmethod
-    def _linear(found: dict[str, torch.Tensor], prefix: str) -> nn.ModuleList:
-        layers = nn.ModuleList()
-        for name in sorted(n for n in found if n.startswith(prefix) and n.endswith("weight")):
-            layer = nn.Linear(*reversed(found[name].shape))
-            layer.load_state_dict({"weight": found[name], "bias": found[name.replace("weight", "bias")]})
-            layers.append(layer)
-        return layers
-
-    def forward(self, dense_BF: torch.Tensor, bags: dict[str, tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
-        bottom_BD = dense_BF
-        for layer in self.bottom:
-            bottom_BD = layer(bottom_BD).relu()
-        vectors = [bottom_BD]
-        for table in self.config.data.tables().values():
-            for feature in table.features:
-                values, offsets = bags[feature.name]
-                vectors.append(self.tables[table.name](values, offsets))
-        if self.config.model.interaction is Interaction.dot:
-            dots = [(a * b).sum(dim=1) for a, b in itertools.combinations(vectors, 2)]
-            top_BD = torch.cat([bottom_BD, torch.stack(dots, dim=1)], dim=1)
-        else:
-            first_BD = top_BD = torch.cat(vectors, dim=1)
-            for i in range(self.config.model.dcn_layers):
-                low_BR = top_BD @ self.cross[f"V_kernels_{i}"].T
-                top_BD = first_BD * (low_BR @ self.cross[f"W_kernels_{i}"].T + self.cross[f"bias_{i}"]) + top_BD
-        for layer in self.top[:-1]:
-            top_BD = layer(top_BD).relu()
-        return self.top[-1](top_BD).squeeze(1)
-
-
-@pytest.mark.parametrize("interaction", Interaction)
-def test_losses_are_those_of_plain_pytorch(ranks, tmp_path, interaction):
-    values = [f"model.interaction={interaction}", "model.dcn_layers=2", "model.dcn_rank=5", "sharding.type=row_wise"]
-    config = tiny(*OPTIMIZERS["sgd"], *values, world_size=2)
-    curves = ranks(2, train, config, RunDir.create(tmp_path, "run"))
-    torch.manual_seed(0)
-    model = PlainDLRM(config, whole([c.initial for c in curves]))
-    rest = [p for name, p in model.named_parameters() if not name.startswith("tables.")]
-    optimizer = torch.optim.SGD([{"params": model.tables.parameters(), "lr": 5.0}, {"params": rest, "lr": 0.1}])
-    source = open_splits(config.data)["train"]
-    batches = GlobalBatches(source, config.data, global_batch=96, rank=0, world_size=1, seed=config.seed)
-    losses = []
-    for batch in batches.batches(0, NUM_STEPS):
-        bags = {name: (jt.values(), jt.offsets()[:-1]) for name, jt in batch.sparse.to_dict().items()}
-        loss = nn.functional.binary_cross_entropy_with_logits(model(batch.dense_BF, bags), batch.labels_B)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    np.testing.assert_allclose(np.mean([c.losses for c in curves], axis=0), losses, rtol=1e-5)
-    final = whole([c.final for c in curves])
-    for name, table in model.tables.items():
-        (trained,) = (w for key, w in final.items() if key.endswith(f".embedding_bags.{name}.weight"))
-        np.testing.assert_allclose(trained, table.weight.detach(), rtol=1e-4, atol=1e-6, err_msg=name)
 
 
 def forward(env, config: RunConfig, run: RunDir) -> tuple[list[str], np.ndarray]:

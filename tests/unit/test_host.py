@@ -62,6 +62,9 @@ def test_ranks_share_the_cpus_of_their_node_and_import_the_code_of_the_run(make_
     env = task.rank_environment(make_config(), {"SECRET": "x"}, code_path=Path("/r/code"), cpus=9)
     assert env == {
         "GLOO_SOCKET_IFNAME": "lo",
+        "MALLOC_MMAP_THRESHOLD_": "4294967296",
+        "MALLOC_TOP_PAD_": "134217728",
+        "MALLOC_TRIM_THRESHOLD_": "8589934592",
         "OMP_NUM_THREADS": "4",
         "OMP_WAIT_POLICY": "PASSIVE",
         "PET_SIGNALS_TO_HANDLE": "SIGHUP",

@@ -5,11 +5,15 @@ import pytest
 import torch
 
 from rechpc.errors import TrainingError
-from rechpc.rank.metrics import auc, entropy, score
+from rechpc.rank.metrics import entropy, score
 from rechpc.rank.process import Process
 from rechpc.rank.report import Report, Window
 from rechpc.rundir import RunDir, read_json
 from rechpc.topology import RankEnv
+
+
+def auc(scores_N: np.ndarray, labels_N: np.ndarray) -> float | None:
+    return score(scores_N, labels_N).auc
 
 
 def pairs_in_order(scores_N: np.ndarray, labels_N: np.ndarray) -> float:
@@ -43,6 +47,30 @@ def test_auc_is_the_share_of_pairs_in_order(levels, positive_share):
 )
 def test_auc_by_hand(scores, labels, expected):
     assert auc(np.array(scores, float), np.array(labels)) == expected
+
+
+@pytest.mark.parametrize(
+    ("seed", "samples", "levels", "area", "log_loss", "accuracy"),
+    [
+        (0, 1000, 3, 0.7085629513884045, 0.9467771626776513, 0.313),
+        (1, 1000, 10**9, 0.7188511610854998, 0.6876221108074704, 0.591),
+        (2, 100_000, 50, 0.7487470420331277, 0.6864931194339393, 0.59156),
+        (3, 100_000, 10**6, 0.7453977456573488, 0.6922019900013107, 0.58944),
+        (4, 1_000_000, 2000, 0.7462729863684017, 0.6902577932423486, 0.590321),
+    ],
+)
+def test_scores_are_those_of_scikit_learn(seed, samples, levels, area, log_loss, accuracy):
+    """What scikit-learn 1.9.1 gives: roc_auc_score(labels, logits), and log_loss, accuracy_score of probabilities."""
+    rng = np.random.default_rng(seed)
+    smooth_N = np.floor(rng.standard_normal(samples) * levels) / levels if levels > 3 else rng.integers(3, size=samples)
+    logits_N = smooth_N.astype(np.float32)
+    labels_N = (rng.random(samples) < 1 / (1 + np.exp(2 - logits_N))).astype(np.int8)
+
+    found = score(logits_N, labels_N)
+
+    assert found.auc == pytest.approx(area, abs=1e-12)
+    assert found.log_loss == pytest.approx(log_loss, rel=1e-9)
+    assert found.accuracy == pytest.approx(accuracy, abs=1e-12)
 
 
 def test_auc_depends_on_the_order_of_scores_alone():

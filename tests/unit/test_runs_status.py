@@ -230,3 +230,40 @@ def test_times_are_shown_only_while_they_pass(command, sweep, commands, tmp_path
     text = command(tmp_path)[1]
     assert "1 min 30 s" in text
     assert re.search(r"val AUC +.*\n.* 0.7123 ", text)
+
+
+EXPECTED = ["expected.auc=0.75", "expected.source=a paper"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "aucs", "said"),
+    [
+        (EXPECTED, [0.7, 0.76, 0.755], "AUC 0.75 (a paper): reached by step 200, the best is 0.76000"),
+        (EXPECTED, [0.7, 0.74], "AUC 0.75 (a paper): not reached, the best is 0.74000"),
+        (EXPECTED, [], "AUC 0.75 (a paper): not reached, there is no AUC"),
+        ([], [0.7], None),
+    ],
+)
+def test_a_finished_run_says_when_it_reached_what_its_configuration_expects(make_run, command, overrides, aucs, said):
+    run = make_run(*overrides)
+    records = [{"attempt": 0, "step": 100 * i, "val_auc": auc} for i, auc in enumerate(aucs, 1)]
+    run.metrics_path.write_text("".join(json.dumps(r) + "\n" for r in [{"attempt": 0, "step": 0}, *records]))
+    write_json(run.result_path, {"state": "finished", "step": 300, "test_auc": 0.7})
+
+    code, out, _ = command(run.path)
+
+    assert code == 0
+    assert [line.split(maxsplit=1)[1] for line in out.splitlines() if line.startswith("expected")] == [said] * bool(
+        said
+    )
+
+
+def test_a_finished_run_of_another_version_shows_without_what_was_expected(make_run, command):
+    run = make_run()
+    run.config_path.write_text("no_such_key: 1\n")
+    write_json(run.result_path, {"state": "finished", "step": 300, "test_auc": 0.7})
+
+    code, out, _ = command(run.path)
+
+    assert code == 0
+    assert "expected" not in out
