@@ -186,7 +186,7 @@ class JobConfig:
     time_limit_min: int = option(24 * 60, "time limit of one attempt", low=1)
     signal_lead_s: float = option(120.0, "how long before its time limit an attempt is asked to save and stop", low=1)
     stop_timeout_s: float = option(600.0, "how long a stopping run may take to save before it is killed", low=1)
-    hang_timeout_s: float = option(1800.0, "how long rank 0 may make no progress before an attempt is a crash", low=1)
+    hang_timeout_s: float | None = option(None, "no progress for so long is a crash; null: from the step time", low=1)
     max_attempts: int = option(3, "crashes after which a run is given up", low=1)
     partition: str | None = option(None, "partition")
     account: str | None = option(None, "account")

@@ -48,6 +48,7 @@ def _run(run: RunDir, attempt: AttemptDir, env: RankEnv, *, log_to_file: bool) -
         lifeline.detach_from_signals()
         if log_to_file:
             lifeline.redirect_output(attempt.rank_log_path(env.rank))
+        lifeline.show_stacks()
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
         started_s = time.monotonic()
         from rechpc.rank import loop  # noqa: PLC0415 - takes seconds, and a failure belongs into the rank's own log
