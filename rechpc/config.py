@@ -36,6 +36,15 @@ class GpuRequest(StrEnum):
     none = "none"
 
 
+class NumaBinding(StrEnum):
+    """How torchrun binds a rank to CPUs near its GPU; its words."""
+
+    none = "none"
+    node = "node"
+    socket = "socket"
+    exclusive = "exclusive"
+
+
 class Device(StrEnum):
     """As torch names them: a ROCm GPU is "cuda" there."""
 
@@ -165,6 +174,11 @@ class ClusterConfig:
     host_to_gpu_gb_per_s: float = option(32.0, "bandwidth of a GPU to host memory, for tables kept there", low=0.001)
     dense_tflops: float = option(0.1, "peak of one rank in float32 matrix products, for the roofline", low=0.001)
     storage_gb_per_s: float = option(1.0, "what one node writes to runs_root, for the time of a save", low=0.001)
+    env: dict[str, str] = option({}, "environment variables that ranks need here; container.env wins")
+    binds: list[str] = option([], "bind mounts that a container needs here, as source[:target[:ro]]")
+    sbatch: dict[str, str] = option({}, "options of sbatch that every job needs here; job.sbatch wins")
+    rank_cpus: list[str] = option([], "CPUs of each rank of a whole node, in the order of its GPUs, as 1-7,64-70")
+    numa_binding: NumaBinding = option(NumaBinding.none, "CPUs by torchrun (torch 2.9): none, node, socket, exclusive")
 
 
 @dataclass(kw_only=True, slots=True)

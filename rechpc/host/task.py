@@ -26,7 +26,7 @@ from pathlib import Path
 from types import FrameType
 
 from rechpc import lifeline, topology
-from rechpc.config import ContainerRuntime, Device, JobConfig, RunConfig
+from rechpc.config import ContainerRuntime, Device, JobConfig, NumaBinding, RunConfig
 from rechpc.errors import LaunchError, RechpcError
 from rechpc.host import container, hang, slurm
 from rechpc.rules import load
@@ -64,7 +64,7 @@ class HostTask:
             lifeline.die_with(here.parent_pid)
         if run.result_path.exists():  # Slurm requeues a preempted job that has just ended
             return str(Outcome.finished)
-        container.check_runtime(config.container)
+        container.check_runtime(config.container, config.cluster.binds)
         attempt, rendezvous = _begin(run, config, here)
         identifying = threading.Thread(target=_record_image, args=(run, attempt, config), daemon=True)
         if here.node_rank == 0 and config.container.image:
@@ -111,7 +111,7 @@ def command(
         # Compiled kernels: in a home that all nodes share they cost a lock and go stale; see docs/container.md.
         names = ("MIOPEN_USER_DB_PATH", "MIOPEN_CUSTOM_CACHE_DIR", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
         env = {name: f"{caches}/{name.lower()}" for name in names} | env
-    binds = [str(run.path), *([config.data.path] if config.data.path else [])]
+    binds = [str(run.path), *([config.data.path] if config.data.path else []), *config.cluster.binds]
     inner = torchrun_argv(config, run, attempt_name=attempt_name, node_rank=node_rank, rendezvous=rendezvous)
     return container.argv(config.container, inner, env=env, binds=binds, gpu=config.cluster.device is Device.cuda)
 
@@ -128,18 +128,20 @@ def torchrun_argv(
     else:
         # With the c10d backend node ranks come as they join, and the host is guessed from its name (pytorch 73656).
         meet = ["--node-rank", str(node_rank), "--master-addr", rendezvous.host, "--master-port", str(rendezvous.port)]
+    binding = config.cluster.numa_binding
+    bind = [] if binding is NumaBinding.none else ["--numa-binding", str(binding)]
     return [
         *(python, "-u", "-m", "torch.distributed.run"),
-        *("--nnodes", str(config.job.nodes), "--nproc-per-node", str(config.ranks_per_node), *meet),
+        *("--nnodes", str(config.job.nodes), "--nproc-per-node", str(config.ranks_per_node), *meet, *bind),
         *("-m", "rechpc.train", str(run.path), "--attempt", attempt_name),
     ]
 
 
 def rank_environment(config: RunConfig, host: Mapping[str, str], *, code_path: Path, cpus: int) -> dict[str, str]:
-    """The variables that are set for the ranks; `container.env` comes last and wins."""
+    """The variables that are set for the ranks; those of the cluster win, and `container.env` over them."""
     env = {
         # Unset, two ranks on two cores ran 2.8 times slower: each takes a thread per core and spins while it waits.
-        "OMP_NUM_THREADS": str(max(1, cpus // config.ranks_per_node)),
+        "OMP_NUM_THREADS": str(max(1, len(topology.bound_cpus(config, 0)) or cpus // config.ranks_per_node)),
         "OMP_WAIT_POLICY": "PASSIVE",
         # torchrun reads its defaults from PET_*. It would install handlers for SIGTERM and SIGINT, which a stopping
         # run must survive; it needs one signal at least. From torch 2.9 on (older ones ignore it), where torchrun
@@ -153,7 +155,7 @@ def rank_environment(config: RunConfig, host: Mapping[str, str], *, code_path: P
     if config.job.nodes == 1:
         env["GLOO_SOCKET_IFNAME"] = "lo"  # else gloo needs a host name that resolves
     env.update(_visible_devices(host))
-    return env | config.container.env
+    return env | config.cluster.env | config.container.env
 
 
 def _visible_devices(host: Mapping[str, str]) -> dict[str, str]:
@@ -314,7 +316,8 @@ def _cache_path(attempt_name: str) -> Path:
 def _record_image(run: RunDir, attempt: AttemptDir, config: RunConfig) -> None:
     """Write which image this attempt runs in, and whether the one before ran in another."""
     assert config.container.image is not None
-    image = asdict(container.identify(Path(config.container.image)))
+    path = Path(config.container.image)
+    image = {**asdict(container.identify(path)), "facts": container.facts(path)}
     before = [found for a in run.attempts() if a.name != attempt.name and (found := read_json(a.image_path))]
     changed = bool(before) and before[-1]["sha256"] != image["sha256"]
     write_json(attempt.image_path, {**image, **({"changed_from": before[-1]["sha256"]} if changed else {})})
