@@ -1,4 +1,4 @@
-"""What a node has, as a file of `conf/cluster` to start from: `python -m rechpc.host.discover`, on a compute node.
+"""What a node has, as a file of `conf/cluster` to start from: `python -m rechpc.preflight discover=true`.
 
 Reads /sys, /proc and /dev, and asks Slurm and Apptainer where they are at hand; changes nothing. Not run on an Instinct
 GPU: the files of the amdgpu and amdkfd drivers are those that Linux documents.
@@ -58,7 +58,7 @@ def discover(root: Path = Path("/")) -> str:
     if not gpus:
         raise ConfigError(
             f"{root / 'sys/class/kfd/kfd/topology/nodes'}: no GPU on {socket.gethostname()}; run this on a compute "
-            "node, as srun --gpus-per-node=8 python -m rechpc.host.discover"
+            "node, as srun --gpus-per-node=8 python -m rechpc.preflight discover=true"
         )
     rdma = list(_rdma(root))
     base, notes = _base(gpus), [*_about_gpus(gpus, root), *_about_host(root), *_about_network(rdma, root)]
@@ -241,7 +241,7 @@ def _natural(name: str) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 
-if __name__ == "__main__":
+if __name__ == "__main__":  # the same, without Hydra, for a node that has nothing but Python
     try:
         print(discover(), end="")
     except ConfigError as error:

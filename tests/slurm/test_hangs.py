@@ -20,7 +20,7 @@ def _once():
     import torch.distributed as dist
     saved = [p for p in pathlib.Path(sys.argv[1], "checkpoints").iterdir() if p.suffix != ".tmp"]
     try:
-        return bool(saved) and dist.get_rank() == {STUCK} and bool(open("MARK", "x"))
+        return bool(saved) and dist.get_rank() == {STUCK} and bool(open(sys.argv[1] + "/once", "x"))
     except FileExistsError:
         return False
 """
@@ -36,7 +36,9 @@ BEFORE_A_BLOCK = """
 _read = Synthetic.read
 def read(self, block):
     if self._split == "train" and _once():
-        open("FIFO").read()  # nobody writes, as a file system that does not answer
+        import os, sys
+        os.mkfifo(sys.argv[1] + "/fifo")
+        open(sys.argv[1] + "/fifo").read()  # nobody writes, as a file system that does not answer
     return _read(self, block)
 Synthetic.read = read
 """
@@ -56,10 +58,8 @@ def broken(cluster: Cluster, name: str) -> str:
     what, _ = CASES[name]
     file, text = ("optim.py", BEFORE_A_STEP.replace("WHAT", what)) if what else ("synthetic.py", BEFORE_A_BLOCK)
     key = name.replace(" ", "-")
-    mark, fifo = f"{SCRATCH}/{key}.mark", f"{SCRATCH}/{key}.fifo"
-    cluster.check("sh", "-c", f"rm -f {mark} {fifo}; mkfifo {fifo}")
     patch = cluster.scratch / f"{key}.py"
-    patch.write_text((ONCE + text).replace("MARK", mark).replace("FIFO", fifo))
+    patch.write_text(ONCE + text)
     patch.chmod(0o644)
     # Once: a requeued job finds the code of the run as it was left.
     line = f"grep -q _once $PYTHONPATH/rechpc/rank/{file} || cat {SCRATCH}/{key}.py >>$PYTHONPATH/rechpc/rank/{file}"

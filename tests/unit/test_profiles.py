@@ -6,14 +6,18 @@
 import itertools
 import re
 import shlex
+import shutil
 import sys
+import textwrap
 from pathlib import Path
 
+import hydra
 import pytest
+from hydra.core.config_store import ConfigStore
 
 from rechpc import topology
-from rechpc.compose import CONF_PATH
-from rechpc.config import NumaBinding
+from rechpc.compose import CONF_PATH, typed
+from rechpc.config import CommandConfig, NumaBinding
 from rechpc.errors import ConfigError, LaunchError
 from rechpc.host import container, slurm, task
 from rechpc.rundir import RunDir
@@ -64,9 +68,9 @@ def test_variables_binds_and_options_of_run_and_cluster_add_up_and_the_run_wins(
             *IMAGE,
             "job.nodes=2",
             "container.binds=[/flash]",
-            "job.sbatch={mem-per-gpu: 30G, hold: 'true'}",
+            "+job.sbatch={mem-per-gpu: 30G, hold: 'true'}",
         ),
-        "container.env={NCCL_DEBUG: INFO, NCCL_NET_GDR_LEVEL: SYS}",
+        "+container.env={NCCL_DEBUG: INFO, NCCL_NET_GDR_LEVEL: SYS}",
     )
     script = slurm.batch_script(RUN, config)
     assert "#SBATCH --mem-per-gpu=30G\n" in script
@@ -75,6 +79,22 @@ def test_variables_binds_and_options_of_run_and_cluster_add_up_and_the_run_wins(
     assert {"NCCL_DEBUG=INFO", "NCCL_NET_GDR_LEVEL=SYS", "GLOO_SOCKET_IFNAME=hsn0"} <= set(argv)
     assert "NCCL_NET_GDR_LEVEL=PHB" not in argv
     assert {"--bind=/opt/cray", "--bind=/flash"} <= set(argv)
+
+
+def test_the_files_that_the_documentation_shows_compose(tmp_path):
+    text = (CONF_PATH.parent / "docs/add-your-cluster.md").read_text()
+    blocks = [textwrap.dedent(block) for block in re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)]
+    assert len(blocks) == 2
+    shutil.copytree(CONF_PATH, tmp_path / "conf")
+    ConfigStore.instance().store(name="schema", node=CommandConfig)
+    for block in blocks:
+        (tmp_path / "conf/cluster/shown.yaml").write_text(block)
+        with hydra.initialize_config_dir(str(tmp_path / "conf"), version_base="1.3"):
+            config = typed(hydra.compose("config", ["cluster=shown", "trainer.global_batch=2048"]))
+        assert config.cluster.env["NCCL_SOCKET_IFNAME"] == "ens50f0np0"
+        assert config.cluster.env["NCCL_IB_HCA"] == "bnxt_re,rdma"
+        assert config.cluster.hbm_gib == 192
+    assert (config.job.partition, config.container.binds) == ("gpu", ["/scratch"])
 
 
 def test_an_option_of_the_cluster_that_a_key_stands_for_is_refused_by_its_name():
