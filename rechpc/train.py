@@ -62,7 +62,8 @@ def _run(run: RunDir, attempt: AttemptDir, env: RankEnv, *, log_to_file: bool) -
         line = " ".join(str(error).split()) if isinstance(error, RechpcError) else f"{type(error).__name__}: {error}"
         text = traceback.format_exc()
         record = {"rank": env.rank, "time_s": time.time(), "error": line, "traceback": text}
-        write_json(attempt.error_path(env.rank), record)
+        if not attempt.error_path(env.rank).exists():  # a host task that ended the peers has said why
+            write_json(attempt.error_path(env.rank), record)
         sys.stderr.write(text)
         return 1
     return 0
