@@ -29,6 +29,7 @@ _THREAD = re.compile(r"^(?:Current thread|Thread) 0x.*\(most recent call first\)
 _FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
 # Where a rank waits for the others, or for its GPU: in a library, or for the sums of a step.
 _LIBRARIES = re.compile(r"/(torch|torchrec)/")
+SUMS = "flush"  # of rechpc.rank.loop
 _STATES = {"T": "stopped (SIGSTOP)", "D": "in an uninterruptible read or write", "Z": "dead"}
 
 
@@ -82,7 +83,7 @@ class Seen:
         if not self.frames or self.state in _STATES:
             return False
         place, function = self.frames[0]
-        return bool(_LIBRARIES.search(place)) or function in ("flush", "_flush")
+        return bool(_LIBRARIES.search(place)) or function == SUMS
 
     @property
     def place(self) -> str:
@@ -123,7 +124,8 @@ def look(torchrun_pid: int, attempt: AttemptDir, *, node_rank: int, node_name: s
         Seen(rank=rank, node=node_name, state=_state(pid), frames=main_frames(texts.get(rank, "")))
         for rank, pid in sorted(pids.items())
     ]
-    write_json(attempt.hang_report_path(node_rank), {"ranks": [asdict(one) for one in seen]})
+    with contextlib.suppress(OSError):  # a full disk must not keep anybody from ending the ranks
+        write_json(attempt.hang_report_path(node_rank), {"ranks": [asdict(one) for one in seen]})
 
 
 def conclude(attempt: AttemptDir, words: str, *, node_rank: int, num_nodes: int) -> str:
@@ -151,7 +153,8 @@ def conclude(attempt: AttemptDir, words: str, *, node_rank: int, num_nodes: int)
         "the stacks of all are in rank-*.log"
     )
     record = {"rank": first.rank, "time_s": time.time(), "error": error, "traceback": "", "killed": True}
-    write_json(attempt.error_path(first.rank), record)
+    with contextlib.suppress(OSError):
+        write_json(attempt.error_path(first.rank), record)
     return f"rank {first.rank}: {error}"
 
 

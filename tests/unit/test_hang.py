@@ -1,7 +1,9 @@
 """Ranks that do not move: how long is too long, who is stuck, and what is left of an attempt that hung."""
 
+import ast
 import json
 import signal
+from pathlib import Path
 
 import pytest
 
@@ -84,6 +86,18 @@ OTHER_COLLECTIVE = [WAIT[0], ["/r/code/rechpc/rank/optim.py:3", "set_step"]]
 )
 def test_the_stuck_rank_is_the_one_that_is_not_where_the_others_wait(ranks, named):
     assert [s.rank for s in hang.suspects(ranks)] == named
+
+
+def test_the_loop_waits_for_the_sums_of_a_step_where_it_is_known_to():
+    tree = ast.parse((Path(hang.__file__).parents[1] / "rank/loop.py").read_text())
+    waits = {
+        function.name
+        for function in ast.walk(tree)
+        if isinstance(function, ast.FunctionDef)
+        for call in ast.walk(function)
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr == "wait"
+    }
+    assert waits == {hang.SUMS}
 
 
 def test_the_main_thread_is_the_last_of_what_faulthandler_writes():
