@@ -2,13 +2,16 @@
 
     python install.py install ARCH [pip's options]     what the base lacks, and never its torch
     python install.py check ARCH                       ends with status 1 where something is wrong
+    python install.py record ARCH BASE                 writes image.json: versions, and GPUs that there is code for
 
-ARCH is cpu, or the GPUs that torch must bring code for, as gfx942,gfx950. The pins and `pyproject.toml`, whose ranges
-say which versions of a base are good enough, lie beside this file. Standard library and pip only.
+ARCH is cpu, or the GPUs that torch and FBGEMM must bring code for, as gfx942,gfx950. The pins and `pyproject.toml`,
+whose ranges say which versions of a base are good enough, lie beside this file. Standard library and pip only.
 """
 
 import importlib
 import importlib.util
+import json
+import mmap
 import re
 import subprocess
 import sys
@@ -31,6 +34,11 @@ FBGEMM_CPU, FBGEMM_GPU = "fbgemm-gpu-cpu", "fbgemm-gpu"
 def main() -> None:
     """The two commands of the docstring above."""
     action, arch, options = sys.argv[1], sys.argv[2], sys.argv[3:]
+    if action == "record":
+        text = json.dumps(facts(arch, base=options[0]), indent=2)
+        (HERE / "image.json").write_text(text + "\n")
+        print(text)
+        return
     pins = {**read_pins(HERE / "pins.txt"), **read_pins(HERE / "torchrec.txt")}
     ranges = read_ranges(HERE / "pyproject.toml", pins)
     if action == "install":
@@ -53,10 +61,13 @@ def read_pins(path: Path) -> dict[str, str]:
 
 
 def read_ranges(path: Path, pins: Mapping[str, str]) -> dict[str, str]:
-    """Name to range: what rechpc asks for, and a torch and TorchRec that are no older than the tested ones."""
+    """Name to range: what rechpc asks for, a torch no older than the tested one, and the one TorchRec of the list.
+
+    A base may bring any TorchRec: it is installed there without a version (AMD-AGI/Primus, docker-release).
+    """
     project = tomllib.loads(path.read_text())["project"]
     extras = project["optional-dependencies"]
-    ranges = {TORCH: f">={pins[TORCH]}", TORCHREC: f">={pins[TORCHREC]}"}
+    ranges = {TORCH: f">={pins[TORCH]}", TORCHREC: f"=={pins[TORCHREC]}"}
     for requirement in [*project["dependencies"], *extras["train"], *extras["prepare"]]:
         name, specifiers = re.fullmatch(r"([\w.-]+)(.*)", requirement).groups()
         ranges[canonical(name)] = specifiers
@@ -130,6 +141,40 @@ def check(pins: Mapping[str, str], ranges: Mapping[str, str], found: Mapping[str
     return problems
 
 
+def facts(arch: str, *, base: str) -> dict[str, object]:
+    """What this image is, for those who choose it and for checks before a run; imports torch."""
+    torch = importlib.import_module("torch")
+    fbgemm = [name for name in installed() if name.startswith("fbgemm")]
+    names = [TORCH, *fbgemm, TORCHREC, "numpy", "pyarrow", "tensordict"]
+    return {
+        "base": base,
+        "archs": [] if arch == CPU else arch.split(","),
+        "python": sys.version.split()[0],
+        "versions": {name: installed()[name] for name in names if name in installed()},
+        "fbgemm": installed()[fbgemm[0]] if fbgemm else None,
+        "rocm": torch.version.hip,
+        "torch_archs": [flag for flag in torch._C._cuda_getArchFlags().split() if torch.version.hip]
+        if arch != CPU
+        else [],
+        "fbgemm_archs": fbgemm_archs(),
+    }
+
+
+def fbgemm_archs() -> list[str]:
+    """The GPUs that FBGEMM's libraries hold code for; none on a CPU, or where the code is compressed.
+
+    A wheel may hold less than its table says (1.5.0+rocm7.1 had gfx942 only), and a kernel that is not there is a
+    segmentation fault.
+    """
+    spec = importlib.util.find_spec("fbgemm_gpu")
+    folders = spec.submodule_search_locations if spec else None
+    found: set[bytes] = set()
+    for library in [path for folder in folders or [] for path in Path(folder).rglob("*.so")]:
+        with library.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as code:
+            found.update(re.findall(rb"amdgcn-amd-amdhsa--(gfx[0-9a-f]+)", code))
+    return sorted(name.decode() for name in found)
+
+
 def check_imports(arch: str) -> list[str]:
     """Import the three that must have been built for each other, and let them do one thing together."""
     torch = importlib.import_module("torch")
@@ -142,8 +187,11 @@ def check_imports(arch: str) -> list[str]:
         return [f"torch {torch.__version__} is for GPUs; give pip an index of CPU wheels"] if variant else []
     if torch.version.hip is None:
         return [f"torch {torch.__version__} was not built for ROCm"]
-    missing = set(arch.split(",")) - set(torch._C._cuda_getArchFlags().split())
-    return [f"torch {torch.__version__} brings no code for {', '.join(sorted(missing))}"] if missing else []
+    held = {f"torch {torch.__version__}": set(torch._C._cuda_getArchFlags().split())}
+    if archs := fbgemm_archs():
+        held["fbgemm_gpu"] = set(archs)
+    missing = {name: sorted(set(arch.split(",")) - archs) for name, archs in held.items()}
+    return [f"{name} brings no code for {', '.join(archs)}" for name, archs in missing.items() if archs]
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import itertools
 import os
 import re
 import sys
+import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -192,5 +193,10 @@ def _options(group: str) -> list[str]:
 def _groups() -> str:
     """Every configuration group with its options, one line each."""
     groups = sorted(path.name for path in CONF_PATH.iterdir() if path.is_dir())
-    lines = "\n".join(f"  {group + '=':12} {' | '.join(_options(group))}" for group in groups)
+    lines = "\n".join(
+        textwrap.fill(
+            " | ".join(_options(group)), 120, initial_indent=f"  {group + '=':12} ", subsequent_indent=15 * " "
+        )
+        for group in groups
+    )
     return f"Groups (files in conf/), each chosen with GROUP=OPTION:\n{lines}"

@@ -36,6 +36,15 @@ class GpuRequest(StrEnum):
     none = "none"
 
 
+class NumaBinding(StrEnum):
+    """How torchrun binds a rank to CPUs near its GPU; its words."""
+
+    none = "none"
+    node = "node"
+    socket = "socket"
+    exclusive = "exclusive"
+
+
 class Device(StrEnum):
     """As torch names them: a ROCm GPU is "cuda" there."""
 
@@ -178,6 +187,11 @@ class ClusterConfig:
     dense_tflops: float = option(0.1, "peak of one rank in float32 matrix products, for the roofline", low=0.001)
     storage_gb_per_s: float = option(1.0, "what one node writes to runs_root, for the time of a save", low=0.001)
     rehearsal: RehearsalConfig = field(default_factory=RehearsalConfig)
+    env: dict[str, str] = option({}, "environment variables that ranks need here; container.env wins")
+    binds: list[str] = option([], "bind mounts that a container needs here, as source[:target[:ro]]")
+    sbatch: dict[str, str] = option({}, "options of sbatch that every job needs here; job.sbatch wins")
+    rank_cpus: list[str] = option([], "CPUs of each rank of a whole node, in the order of its GPUs, as 1-7,64-70")
+    numa_binding: NumaBinding = option(NumaBinding.none, "CPUs by torchrun (torch 2.9): none, node, socket, exclusive")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -199,7 +213,7 @@ class JobConfig:
     time_limit_min: int = option(24 * 60, "time limit of one attempt", low=1)
     signal_lead_s: float = option(120.0, "how long before its time limit an attempt is asked to save and stop", low=1)
     stop_timeout_s: float = option(600.0, "how long a stopping run may take to save before it is killed", low=1)
-    hang_timeout_s: float = option(1800.0, "how long rank 0 may make no progress before an attempt is a crash", low=1)
+    hang_timeout_s: float | None = option(None, "no progress for so long is a crash; null: from the step time", low=1)
     max_attempts: int = option(3, "crashes after which a run is given up", low=1)
     partition: str | None = option(None, "partition")
     account: str | None = option(None, "account")

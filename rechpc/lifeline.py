@@ -6,6 +6,7 @@ Standard library only: ranks use it before torch is imported, which takes second
 
 import contextlib
 import ctypes
+import faulthandler
 import fcntl
 import os
 import signal
@@ -38,6 +39,15 @@ def detach_from_signals() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     for ignored in (signal.SIGINT, signal.SIGUSR2):
         signal.signal(ignored, signal.SIG_IGN)
+
+
+def show_stacks() -> None:
+    """Have a crash in C++ write the Python stacks of all threads to stderr, and SIGUSR1 too, without ending anything.
+
+    Handled in C, so it works where Python itself is stuck; rechpc.host.hang asks.
+    """
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1)
 
 
 def redirect_output(log: Path) -> None:

@@ -18,6 +18,7 @@ from yaml import YAMLError
 
 from rechpc.config import (
     AUTO,
+    ClusterConfig,
     CommandConfig,
     ContainerRuntime,
     DataConfig,
@@ -27,6 +28,7 @@ from rechpc.config import (
     KeepBest,
     Kernel,
     Launcher,
+    NumaBinding,
     Precision,
     RunConfig,
     ShardingType,
@@ -170,9 +172,11 @@ def _broken_rules(c: RunConfig) -> Iterator[str]:
         )
     if c.container.runtime is ContainerRuntime.apptainer and not c.container.image:
         yield "container.image=null: container.runtime=apptainer needs an image; set container.image=/path/image.sif"
-    for name in c.job.sbatch:
-        if not re.fullmatch(r"[a-z][a-z-]*", name):
-            yield f"job.sbatch.{name}: expected the long name of an option of sbatch, without the two dashes"
+    for key, options in (("cluster", c.cluster.sbatch), ("job", c.job.sbatch)):
+        for name in options:
+            if not re.fullmatch(r"[a-z][a-z-]*", name):
+                yield f"{key}.sbatch.{name}: expected the long name of an option of sbatch, without the two dashes"
+    yield from _cpu_rules(c.cluster)
     yield from _batch_rules(c)
     yield from _model_rules(c)
     yield from _data_rules(c.data)
@@ -185,6 +189,22 @@ def _broken_rules(c: RunConfig) -> Iterator[str]:
             f"set it to at least optimizer.warmup_steps={o.warmup_steps}"
         )
     yield from _sharding_rules(c)
+
+
+def _cpu_rules(c: ClusterConfig) -> Iterator[str]:
+    if c.rank_cpus and len(c.rank_cpus) != c.ranks_per_node:
+        yield (
+            f"cluster.rank_cpus: {len(c.rank_cpus)} entries, expected one for each of "
+            f"cluster.ranks_per_node={c.ranks_per_node}"
+        )
+    for i, cpus in enumerate(c.rank_cpus):
+        if not re.fullmatch(r"\d+(-\d+)?(,\d+(-\d+)?)*", cpus):
+            yield f"cluster.rank_cpus[{i}]={cpus!r}: expected numbers and ranges of CPUs, as 1-7,64-70"
+    if c.numa_binding is not NumaBinding.none:
+        if c.rank_cpus:
+            yield f"cluster.numa_binding={c.numa_binding}: cluster.rank_cpus binds ranks already; set one of the two"
+        if c.device is Device.cpu:
+            yield f"cluster.numa_binding={c.numa_binding}: it follows the GPUs, and cluster.device=cpu has none"
 
 
 def _batch_rules(c: RunConfig) -> Iterator[str]:

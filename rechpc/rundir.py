@@ -59,6 +59,15 @@ class AttemptDir:
         return self.path / "heartbeat"
 
     @property
+    def hang_path(self) -> Path:
+        """Made by the first host task that sees no rank move, for the others."""
+        return self.path / "hang"
+
+    def hang_report_path(self, node_rank: int) -> Path:
+        """Where the ranks of a node were when none moved."""
+        return self.path / f"hang-node-{node_rank:05d}.json"
+
+    @property
     def outcome_path(self) -> Path:
         return self.path / "outcome.json"
 

@@ -69,6 +69,8 @@ def main(command: CommandConfig, overrides: list[str]) -> int:
         print(_dry_run(planned, config))
         return 0
     _check_here(config, command)
+    if line := container.warning(config.container):
+        print(f"warning     {line}")
     if config.cluster.launcher is Launcher.slurm and not command.stage:
         slurm.check_site(planned, config)
     plan = _check_fits(config, force=command.force)

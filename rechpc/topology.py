@@ -5,6 +5,7 @@ read from this machine. Must not know torch.
 """
 
 import os
+import socket
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -89,6 +90,27 @@ class RankEnv:
                 "torchrun --nproc-per-node 2 -m rechpc.train RUN_DIR"
             )
         return cls(**{name.lower(): int(value or 0) for name, value in values.items()})
+
+
+def bound_cpus(config: RunConfig, local_rank: int) -> set[int]:
+    """The CPUs of a rank by `cluster.rank_cpus`; none where the job has not the whole node, or nothing is said."""
+    if not config.cluster.rank_cpus or config.ranks_per_node != config.cluster.ranks_per_node:
+        return set()
+    parts = (part.partition("-") for part in config.cluster.rank_cpus[local_rank].split(","))
+    return {cpu for first, _, last in parts for cpu in range(int(first), int(last or first) + 1)}
+
+
+def bind(config: RunConfig, local_rank: int) -> None:
+    """Bind this process, before it has threads. Raises LaunchError for CPUs that the job does not have."""
+    cpus = bound_cpus(config, local_rank)
+    if missing := sorted(cpus - os.sched_getaffinity(0)):
+        raise LaunchError(
+            f"cluster.rank_cpus[{local_rank}]={config.cluster.rank_cpus[local_rank]}: CPU "
+            f"{', '.join(map(str, missing))} is not among those of this job on {socket.gethostname()}; ask for whole "
+            "nodes (job.exclusive=true), correct it, or set cluster.rank_cpus=[]"
+        )
+    if cpus:
+        os.sched_setaffinity(0, cpus)
 
 
 def num_cpus() -> int:

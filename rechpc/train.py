@@ -8,7 +8,7 @@ import time
 import traceback
 import warnings
 
-from rechpc import lifeline
+from rechpc import lifeline, topology
 from rechpc.errors import RechpcError
 from rechpc.rules import load
 from rechpc.rundir import AttemptDir, RunDir, write_json
@@ -48,18 +48,22 @@ def _run(run: RunDir, attempt: AttemptDir, env: RankEnv, *, log_to_file: bool) -
         lifeline.detach_from_signals()
         if log_to_file:
             lifeline.redirect_output(attempt.rank_log_path(env.rank))
+        lifeline.show_stacks()
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+        config = load(run.config_path)
+        topology.bind(config, env.local_rank)
         started_s = time.monotonic()
         from rechpc.rank import loop  # noqa: PLC0415 - takes seconds, and a failure belongs into the rank's own log
 
         _quieten()
         logger.info("rank=%d world_size=%d import_s=%.1f", env.rank, env.world_size, time.monotonic() - started_s)
-        loop.run_attempt(load(run.config_path), run, attempt, env)
+        loop.run_attempt(config, run, attempt, env)
     except BaseException as error:
         line = " ".join(str(error).split()) if isinstance(error, RechpcError) else f"{type(error).__name__}: {error}"
         text = traceback.format_exc()
         record = {"rank": env.rank, "time_s": time.time(), "error": line, "traceback": text}
-        write_json(attempt.error_path(env.rank), record)
+        if not attempt.error_path(env.rank).exists():  # a host task that ended the peers has said why
+            write_json(attempt.error_path(env.rank), record)
         sys.stderr.write(text)
         return 1
     return 0

@@ -4,13 +4,20 @@ Must not know Slurm, submitit or torch.
 """
 
 import hashlib
+import json
 import os
 import shutil
+import socket
+import subprocess
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from rechpc import compat
 from rechpc.config import ContainerConfig, ContainerRuntime
 from rechpc.errors import ConfigError
+from rechpc.rundir import read_json
 
 # Signals that reach every process of a job must not end the ranks, which are told through the stop file. They are
 # ignored in here and not by the host task, for Apptainer resets what its parent ignored (tried with 1.4.5).
@@ -49,12 +56,21 @@ def check(container: ContainerConfig) -> None:
             raise ConfigError(f"container.binds: {bind}: {source} does not exist; correct it or leave it out")
 
 
-def check_runtime(container: ContainerConfig) -> None:
-    """Raise ConfigError where the container's runtime is not installed. For the node that runs the ranks."""
-    if container.runtime is ContainerRuntime.apptainer and shutil.which("apptainer") is None:
+def check_runtime(container: ContainerConfig, cluster_binds: Sequence[str] = ()) -> None:
+    """Raise ConfigError for what is not installed where the ranks run: the runtime, and what the cluster binds."""
+    if container.runtime is ContainerRuntime.none:
+        return
+    if shutil.which("apptainer") is None:
         raise ConfigError(
             "container.runtime=apptainer: apptainer is not on the PATH of this node; job.setup can load it"
         )
+    for bind in cluster_binds:
+        source = bind.partition(":")[0]
+        if not os.path.exists(source):
+            raise ConfigError(
+                f"cluster.binds: {bind}: {source} does not exist on {socket.gethostname()}; correct it in the file of "
+                "conf/cluster, or leave it out there"
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,6 +80,48 @@ class Image:
     path: str
     size_bytes: int
     sha256: str
+
+
+def facts(image: Path) -> dict[str, Any] | None:
+    """What containers/build.sh wrote of an image: base, versions, GPUs that there is code for.
+
+    From `<image>.json` beside it, unless the image is newer, else from inside; None where it was built otherwise.
+    """
+    if (told := _facts_beside(image)) is not None:
+        return told
+    argv = ["apptainer", "exec", "--cleanenv", str(image), "cat", "/opt/rechpc/image.json"]
+    try:
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=120, check=True)
+        return dict(json.loads(done.stdout))
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return None
+
+
+def _facts_beside(image: Path) -> dict[str, Any] | None:
+    beside = image.with_name(f"{image.name}.json")
+    return read_json(beside) if beside.exists() and beside.stat().st_mtime >= image.stat().st_mtime else None
+
+
+def warning(container: ContainerConfig) -> str | None:
+    """One line on versions in the image that do not belong together; None too where nothing beside it tells.
+
+    For the login node, which need not have Apptainer; ranks say it again, of what they import.
+    """
+    if container.runtime is ContainerRuntime.none or container.image is None:
+        return None
+    image = Path(container.image)
+    told = _facts_beside(image)
+    if told is None:
+        return None
+    found = compat.Versions(
+        torch=told["versions"].get("torch"),
+        fbgemm=told["fbgemm"],
+        torchrec=told["versions"].get("torchrec"),
+        rocm=told["rocm"],
+        archs=tuple(told["archs"]),
+    )
+    line = compat.warning(found)
+    return f"container.image={image}: {line}" if line else None
 
 
 def identify(image: Path) -> Image:

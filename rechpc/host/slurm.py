@@ -101,14 +101,15 @@ def check(run: RunDir, config: RunConfig) -> None:
             raise ConfigError(f"{key}={text!r}: has a control character, which would break the batch script; remove it")
     if "%" in str(run.path):
         raise ConfigError(f"runs_root={run.path}: has a '%', which Slurm and submitit replace; choose another path")
-    for name in config.job.sbatch:
+    for name in config.cluster.sbatch | config.job.sbatch:
+        key = f"{'job' if name in config.job.sbatch else 'cluster'}.sbatch.{name}"
         if name in _KEY_OF_OPTION:
-            raise ConfigError(f"job.sbatch.{name}: --{name} comes from {_KEY_OF_OPTION[name]}; set that instead")
+            raise ConfigError(f"{key}: --{name} comes from {_KEY_OF_OPTION[name]}; set that instead")
         if name in _OWN_OPTIONS:
-            raise ConfigError(f"job.sbatch.{name}: rechpc sets --{name} itself; leave it out")
+            raise ConfigError(f"{key}: rechpc sets --{name} itself; leave it out")
         if name in ("gres", "gpus-per-node") and config.cluster.gpu_request is not GpuRequest.none:
             raise ConfigError(
-                f"job.sbatch.{name}: cluster.gpu_request={config.cluster.gpu_request} asks for GPUs already; "
+                f"{key}: cluster.gpu_request={config.cluster.gpu_request} asks for GPUs already; "
                 "set cluster.gpu_request=none to ask in your own words"
             )
 
@@ -347,7 +348,7 @@ def _sbatch_parameters(run: RunDir, config: RunConfig) -> dict[str, Any]:
         "additional_parameters": {
             "requeue": True,
             **({"reservation": job.reservation} if job.reservation else {}),
-            **_options(job.sbatch),
+            **_options(config.cluster.sbatch | job.sbatch),
         },
         # srun of Slurm 22.05 and 23.02 does not take the CPUs from sbatch.
         "srun_args": [

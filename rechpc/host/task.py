@@ -26,17 +26,15 @@ from pathlib import Path
 from types import FrameType
 
 from rechpc import lifeline, topology
-from rechpc.config import ContainerRuntime, Device, JobConfig, RunConfig
+from rechpc.config import ContainerRuntime, Device, JobConfig, NumaBinding, RunConfig
 from rechpc.errors import LaunchError, RechpcError
-from rechpc.host import container, slurm
+from rechpc.host import container, hang, slurm
 from rechpc.rules import load
 from rechpc.rundir import AttemptDir, Outcome, RunDir, StopReason, read_json, write_json
 
 _POLL_S = 0.1
 # Other nodes see what node 0 wrote through a shared file system that may cache "no such file" for a minute.
 _JOIN_TIMEOUT_S = 300.0
-# Before the first step nobody knows how long a step takes: importing, reading and planning may take minutes.
-_START_TIMEOUT_S = 1800.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,15 +64,13 @@ class HostTask:
             lifeline.die_with(here.parent_pid)
         if run.result_path.exists():  # Slurm requeues a preempted job that has just ended
             return str(Outcome.finished)
-        container.check_runtime(config.container)
+        container.check_runtime(config.container, config.cluster.binds)
         attempt, rendezvous = _begin(run, config, here)
         identifying = threading.Thread(target=_record_image, args=(run, attempt, config), daemon=True)
         if here.node_rank == 0 and config.container.image:
             identifying.start()  # beside the run: it may have to read the whole image
         argv = command(run, config, attempt_name=attempt.name, node_rank=here.node_rank, rendezvous=rendezvous)
-        log_path = attempt.node_log_path(here.node_rank)
-        first_rank = here.node_rank * config.ranks_per_node
-        error = _run_ranks(argv, log_path, attempt, stop, config.job, first_rank=first_rank)
+        error = _run_ranks(argv, attempt, stop, config=config, here=here)
         shutil.rmtree(_cache_path(attempt.name), ignore_errors=True)
         if here.node_rank == 0:
             ensure_outcome(attempt, run, error)
@@ -115,7 +111,7 @@ def command(
         # Compiled kernels: in a home that all nodes share they cost a lock and go stale; see docs/container.md.
         names = ("MIOPEN_USER_DB_PATH", "MIOPEN_CUSTOM_CACHE_DIR", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
         env = {name: f"{caches}/{name.lower()}" for name in names} | env
-    binds = [str(run.path), *([config.data.path] if config.data.path else [])]
+    binds = [str(run.path), *([config.data.path] if config.data.path else []), *config.cluster.binds]
     inner = torchrun_argv(config, run, attempt_name=attempt_name, node_rank=node_rank, rendezvous=rendezvous)
     return container.argv(config.container, inner, env=env, binds=binds, gpu=config.cluster.device is Device.cuda)
 
@@ -132,18 +128,20 @@ def torchrun_argv(
     else:
         # With the c10d backend node ranks come as they join, and the host is guessed from its name (pytorch 73656).
         meet = ["--node-rank", str(node_rank), "--master-addr", rendezvous.host, "--master-port", str(rendezvous.port)]
+    binding = config.cluster.numa_binding
+    bind = [] if binding is NumaBinding.none else ["--numa-binding", str(binding)]
     return [
         *(python, "-u", "-m", "torch.distributed.run"),
-        *("--nnodes", str(config.machines), "--nproc-per-node", str(config.world_size // config.machines), *meet),
+        *("--nnodes", str(config.machines), "--nproc-per-node", str(config.world_size // config.machines), *meet, *bind),
         *("-m", "rechpc.train", str(run.path), "--attempt", attempt_name),
     ]
 
 
 def rank_environment(config: RunConfig, host: Mapping[str, str], *, code_path: Path, cpus: int) -> dict[str, str]:
-    """The variables that are set for the ranks; `container.env` comes last and wins."""
+    """The variables that are set for the ranks; those of the cluster win, and `container.env` over them."""
     env = {
         # Unset, two ranks on two cores ran 2.8 times slower: each takes a thread per core and spins while it waits.
-        "OMP_NUM_THREADS": str(max(1, cpus * config.machines // config.world_size)),
+        "OMP_NUM_THREADS": str(len(topology.bound_cpus(config, 0)) or max(1, cpus * config.machines // config.world_size)),
         "OMP_WAIT_POLICY": "PASSIVE",
         # glibc gives large arrays back to the system after every step and gets them anew page by page: 1.1 to 1.3
         # times slower from a batch of 8,192 a step on. Kept, they cost what a step needs at its peak. Tried with glibc
@@ -163,7 +161,7 @@ def rank_environment(config: RunConfig, host: Mapping[str, str], *, code_path: P
     if config.machines == 1:
         env["GLOO_SOCKET_IFNAME"] = "lo"  # else gloo needs a host name that resolves
     env.update(_visible_devices(host))
-    return env | config.container.env
+    return env | config.cluster.env | config.container.env
 
 
 def _visible_devices(host: Mapping[str, str]) -> dict[str, str]:
@@ -241,9 +239,10 @@ def _free_port(attempt_name: str) -> int:
 
 
 def _run_ranks(
-    argv: list[str], log_path: Path, attempt: AttemptDir, stop: _StopSignals, limits: JobConfig, *, first_rank: int
+    argv: list[str], attempt: AttemptDir, stop: _StopSignals, *, config: RunConfig, here: slurm.Placement
 ) -> str | None:
     """Start torchrun and wait for its end; one line on what went wrong on this node, if anything did."""
+    log_path = attempt.node_log_path(here.node_rank)
     me = os.getpid()
     with log_path.open("ab") as log:
         log.write(f"{shlex.join(argv)}\n".encode())
@@ -260,45 +259,39 @@ def _run_ranks(
             )
         except OSError as error:
             return f"{argv[0]}: cannot be started on {socket.gethostname()}: {error.strerror}; is it on the PATH there?"
-    if killed := _wait(process, attempt, stop, limits):
+    if killed := _wait(process, attempt, stop, config.job, here):
         return killed
     if not process.returncode:
         return None
-    return _exit_reason(attempt, log_path, process.returncode, first_rank=first_rank)
+    return _exit_reason(attempt, log_path, process.returncode, first_rank=here.node_rank * config.ranks_per_node)
 
 
-def _wait(process: "subprocess.Popen[bytes]", attempt: AttemptDir, stop: _StopSignals, limits: JobConfig) -> str | None:
+def _wait(
+    process: "subprocess.Popen[bytes]",
+    attempt: AttemptDir,
+    stop: _StopSignals,
+    limits: JobConfig,
+    here: slurm.Placement,
+) -> str | None:
     """Wait for torchrun, passing a stop on to the ranks; why it had to be killed, if it had to."""
     kill_at: float | None = None
     killed: str | None = None
-    moved_at, seen, patience_s = time.monotonic(), 0.0, max(limits.hang_timeout_s, _START_TIMEOUT_S)
+    watch = hang.Watch(attempt, limits.hang_timeout_s)
     while process.poll() is None:
-        now = time.monotonic()
         if stop.reason is not None:
             attempt.request_stop(stop.reason)
         if kill_at is None and (attempt.stop_path.exists() or attempt.outcome_path.exists()):
-            kill_at = now + limits.stop_timeout_s
-        if (beat := _modified_at(attempt.heartbeat_path)) != seen:
-            moved_at, seen = now, beat
-            if "step" in (read_json(attempt.heartbeat_path) or {}):
-                patience_s = limits.hang_timeout_s
-        if kill_at is not None and now > kill_at:
-            killed = killed or f"the ranks did not end within job.stop_timeout_s={limits.stop_timeout_s:g}"
-        elif now - moved_at > patience_s:
-            killed = killed or f"no rank moved for {patience_s:g} s (job.hang_timeout_s={limits.hang_timeout_s:g})"
+            kill_at = time.monotonic() + limits.stop_timeout_s
+        if killed is None and kill_at is not None and time.monotonic() > kill_at:
+            killed = f"the ranks did not end within job.stop_timeout_s={limits.stop_timeout_s:g}, and were killed"
+        elif killed is None and watch.exceeded():
+            hang.look(process.pid, attempt, node_rank=here.node_rank, node_name=here.node_name)
+            killed = hang.conclude(attempt, watch.words(), node_rank=here.node_rank, num_nodes=here.num_nodes)
         if killed:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)  # the ranks have sessions of their own, and die with torchrun
         time.sleep(_POLL_S)
-    return f"{killed}, and were killed" if killed else None
-
-
-def _modified_at(path: Path) -> float:
-    """When a file was last replaced, by the file system's clock; 0 before it is there."""
-    try:
-        return path.stat().st_mtime
-    except OSError:
-        return 0.0
+    return killed
 
 
 def _exit_reason(attempt: AttemptDir, log_path: Path, status: int, *, first_rank: int) -> str:
@@ -329,7 +322,8 @@ def _cache_path(attempt_name: str) -> Path:
 def _record_image(run: RunDir, attempt: AttemptDir, config: RunConfig) -> None:
     """Write which image this attempt runs in, and whether the one before ran in another."""
     assert config.container.image is not None
-    image = asdict(container.identify(Path(config.container.image)))
+    path = Path(config.container.image)
+    image = {**asdict(container.identify(path)), "facts": container.facts(path)}
     before = [found for a in run.attempts() if a.name != attempt.name and (found := read_json(a.image_path))]
     changed = bool(before) and before[-1]["sha256"] != image["sha256"]
     write_json(attempt.image_path, {**image, **({"changed_from": before[-1]["sha256"]} if changed else {})})

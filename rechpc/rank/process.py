@@ -2,19 +2,24 @@
 
 import contextlib
 import datetime
+import logging
 import os
 import sys
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from importlib import metadata
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from rechpc.compat import Versions, warning
 from rechpc.config import Device, RunConfig
 from rechpc.errors import LaunchError
 from rechpc.topology import RankEnv, check_gpu
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +53,28 @@ class Process:
         return box
 
 
+def say_versions(device: torch.device) -> None:
+    """Write what this rank runs on into its log, and whether that belongs together."""
+
+    def version(*names: str) -> str | None:
+        for name in names:
+            with contextlib.suppress(metadata.PackageNotFoundError):
+                return metadata.version(name)
+        return None
+
+    gpu = torch.cuda.get_device_properties(device) if device.type == "cuda" and torch.version.hip else None
+    found = Versions(
+        torch=torch.__version__,
+        fbgemm=version("fbgemm-gpu", "fbgemm-gpu-cpu", "fbgemm-gpu-rocm"),
+        torchrec=version("torchrec"),
+        rocm=torch.version.hip,
+        archs=(gpu.gcnArchName.partition(":")[0],) if gpu else (),
+    )
+    logger.info("versions=%s", asdict(found))
+    if line := warning(found):
+        logger.warning(line)
+
+
 def seed(seed: int, rank: int, *, step: int) -> None:
     """Seed torch's generators of this process; unlike weights and samples, they may depend on the rank."""
     torch.manual_seed(zlib.crc32(f"{seed}/{rank}/{step}".encode()))
@@ -69,6 +96,8 @@ def start(config: RunConfig, env: RankEnv) -> Iterator[Process]:
         gpu = torch.cuda.get_device_properties(device)
         arch = gpu.gcnArchName.partition(":")[0] if torch.version.hip else f"sm_{gpu.major}{gpu.minor}"
         check_gpu(config.cluster, arch=arch, memory_bytes=gpu.total_memory)
+    if env.rank == 0:
+        say_versions(device)
     # TorchRec finds the ranks of a node by this variable, and takes a node of 8 where it is unset; torchrun sets it to
     # the processes of this machine, which in a rehearsal plays all nodes.
     os.environ["LOCAL_WORLD_SIZE"] = str(config.ranks_per_node)

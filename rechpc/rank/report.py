@@ -117,8 +117,12 @@ class Report:
         temporary = path.with_name(".heartbeat.tmp")
         # Without fsync, unlike everything else: it is worth nothing after a power loss.
         with self._tolerant(path):
-            temporary.write_text(json.dumps({**self._progress, "time_s": time.time()}))
-            os.rename(temporary, path)
+            try:
+                temporary.write_text(json.dumps({**self._progress, "time_s": time.time()}))
+                os.rename(temporary, path)
+            except OSError:
+                os.utime(path)  # a full disk must not look like a hang
+                raise
 
     @contextlib.contextmanager
     def _tolerant(self, path: Path) -> Iterator[None]:

@@ -16,7 +16,7 @@ def test_too_little_space_is_noticed_before_anything_is_downloaded(cluster: Clus
         cluster.check("umount", "/mnt", user="root")
 
     assert done.returncode == 2
-    assert "=/mnt: 0 GiB free, expected 120" in done.stderr
+    assert "=/mnt: 0 GiB free, expected 120; point it at a larger file system" in done.stderr
 
 
 def test_an_unknown_variant_is_refused(cluster: Cluster) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from rechpc.config import ContainerConfig, ContainerRuntime
 from rechpc.host import container
-from tests.cluster.cluster import IMAGE, SCRATCH, Cluster
+from tests.cluster.cluster import BASE, IMAGE, SCRATCH, Cluster
 
 CONTAINERS = Path(__file__).resolve().parents[2] / "containers"
 # What a user's shell may hold, each of which breaks a container's Python where it gets in.
@@ -80,6 +80,18 @@ def test_it_runs_as_the_user_with_their_home_and_names(cluster: Cluster) -> None
     )
 
     assert seen == {"uid": 1000, "home": "/home/hpc", "name": "hpc", "n2": "127.0.1.2", "writable": False}
+
+
+def test_it_says_what_it_is_inside_and_beside_it(cluster: Cluster) -> None:
+    inside = json.loads(cluster.check("apptainer", "exec", IMAGE, "cat", "/opt/rechpc/image.json", timeout_s=120))
+
+    assert inside["base"] == BASE
+    assert inside["python"].startswith("3.11.")
+    assert inside["versions"]["torch"].partition("+")[0] == pins()["torch"]
+    assert inside["versions"]["torchrec"] == pins()["torchrec"]
+    assert inside["fbgemm"] == pins()["fbgemm-gpu-cpu"]
+    assert (inside["rocm"], inside["archs"], inside["fbgemm_archs"]) == (None, [], [])
+    assert json.loads(cluster.check("cat", f"{IMAGE}.json")) == inside
 
 
 def test_its_checksum_lies_beside_it(cluster: Cluster) -> None:

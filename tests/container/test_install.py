@@ -12,7 +12,7 @@ import pytest
 
 CONTAINERS = Path(__file__).resolve().parents[2] / "containers"
 PINS = {"torch": "2.13.0", "fbgemm-gpu-cpu": "1.8.0", "hydra-core": "1.3.8", "numpy": "2.4.6", "torchrec": "1.8.0"}
-RANGES = {"torch": ">=2.13.0", "torchrec": ">=1.8.0", "hydra-core": ">=1.3.8,<1.4", "numpy": ""}
+RANGES = {"torch": ">=2.13.0", "torchrec": "==1.8.0", "hydra-core": ">=1.3.8,<1.4", "numpy": ""}
 
 
 @pytest.fixture(scope="module")
@@ -33,10 +33,30 @@ def test_a_cpu_image_gets_every_pin(product: ModuleType) -> None:
     assert lacking == {name: version for name, version in PINS.items() if name != "numpy"}
 
 
-def test_a_rocm_base_keeps_what_is_good_enough(product: ModuleType) -> None:
+def test_a_rocm_base_keeps_what_is_good_enough_but_a_torchrec_of_no_version_in_particular(product: ModuleType) -> None:
     found = {"torch": "2.14.0+rocm10.1.0", "numpy": "2.2.6", "hydra-core": "1.3.2", "torchrec": "1.9.0a0"}
 
-    assert product.lacking(PINS, RANGES, found, arch="gfx942", has_fbgemm=True) == {"hydra-core": "1.3.8"}
+    lacking = product.lacking(PINS, RANGES, found, arch="gfx942", has_fbgemm=True)
+
+    assert lacking == {"hydra-core": "1.3.8", "torchrec": "1.8.0"}
+
+
+def test_the_gpus_that_fbgemm_holds_code_for_are_read_from_its_libraries(
+    product: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The libraries are made up; those of a ROCm build name their code objects like this."""
+    package = tmp_path / "fbgemm_gpu"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "a.so").write_bytes(
+        b"\x7fELF..hipv4-amdgcn-amd-amdhsa--gfx942\0..hipv4-amdgcn-amd-amdhsa--gfx90a:xnack-\0"
+    )
+    (package / "b.so").write_bytes(b"\x7fELF..hipv4-amdgcn-amd-amdhsa--gfx942\0")
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    monkeypatch.delitem(sys.modules, "fbgemm_gpu", raising=False)
+    importlib.invalidate_caches()
+
+    assert product.fbgemm_archs() == ["gfx90a", "gfx942"]
 
 
 def test_a_rocm_base_without_fbgemm_gets_the_build_for_gpus(product: ModuleType) -> None:

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import gzip
-import itertools
 import json
 import time
 from pathlib import Path

@@ -188,16 +188,6 @@ def test_a_crash_that_comes_again_at_the_same_step_is_given_up(cluster: Cluster)
     assert "given up" in run.verdicts()
 
 
-def test_a_rank_that_hangs_ends_the_attempt(cluster: Cluster, undisturbed: ClusterRun) -> None:
-    run = submit(cluster, "job.hang_timeout_s=25")
-    with cancelled_at_end(run):
-        run.wait_for_step(25)
-        run.kill_rank(2, signal.SIGSTOP)
-        run.wait_until(lambda: len(run.attempts()) > 1, "a second attempt")
-        assert_same_end(run, undisturbed)
-    assert "job.hang_timeout_s=25" in json.loads((run.attempts()[0] / "outcome.json").read_text())["error"]
-
-
 def test_a_lost_node_is_replaced(cluster: Cluster, undisturbed: ClusterRun) -> None:
     run = submit(cluster)
     try:

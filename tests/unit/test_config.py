@@ -246,6 +246,22 @@ RULES = {
         "sharding.type=data_parallel with model.table_precision=fp16",
         "choose another type",
     ),
+    "too few CPU lists": (
+        ["cluster.ranks_per_node=2", "cluster.rank_cpus=['0-3']"],
+        "cluster.rank_cpus: 1 entries",
+        "cluster.ranks_per_node=2",
+    ),
+    "CPUs that are no numbers": (
+        ["cluster.ranks_per_node=1", "job.ranks_per_node=1", "cluster.rank_cpus=['0x3']"],
+        "cluster.rank_cpus[0]='0x3'",
+        "as 1-7,64-70",
+    ),
+    "binding without GPUs": (["cluster.numa_binding=node"], "cluster.numa_binding=node", "follows the GPUs"),
+    "an option of sbatch with its dashes": (
+        ["cluster.sbatch={--mem: 4G}"],
+        "cluster.sbatch.--mem",
+        "without the two dashes",
+    ),
     "an interval that is no number": (["checkpoint.every=often"], "checkpoint.every=often", "0, or auto"),
     "the best of no evaluation": (["checkpoint.keep_best=val_ne"], "checkpoint.keep_best=val_ne", "trainer.eval_every"),
     "a choice from nothing": (["checkpoint.init_exclude=[a]"], "checkpoint.init_from=null", "to take from"),

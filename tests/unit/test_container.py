@@ -1,6 +1,7 @@
 """The container of the ranks: its command line, what must be there, and which image it was."""
 
 import hashlib
+import json
 import os
 
 import pytest
@@ -67,3 +68,32 @@ def test_the_digest_beside_an_image_is_believed_unless_the_image_is_newer(image,
 
 def test_an_image_without_a_digest_beside_it_is_read(image):
     assert container.identify(image).sha256 == hashlib.sha256(b"image").hexdigest()
+
+
+FACTS = {
+    "base": "rocm/primus:v26.8",
+    "archs": ["gfx942", "gfx950"],
+    "versions": {"torch": "2.14.0+rocm10.1.0", "torchrec": "1.8.0"},
+    "fbgemm": "2026.10.8",
+    "rocm": "10.1.0",
+}
+
+
+def test_versions_of_an_image_that_do_not_belong_together_are_warned_of(image):
+    image.with_name("i.sif.json").write_text(json.dumps(FACTS))
+    line = container.warning(apptainer(image))
+    assert line.startswith(f"container.image={image}: versions: TorchRec 1.8.0 is not that of torch 2.14; nearest ")
+    good = FACTS | {"versions": FACTS["versions"] | {"torchrec": "1.9.2"}}
+    image.with_name("i.sif.json").write_text(json.dumps(good))
+    assert container.warning(apptainer(image)) is None
+    assert container.warning(ContainerConfig()) is None
+
+
+def test_what_an_image_is_comes_from_beside_it_or_from_inside_where_it_is_newer(image, commands):
+    assert container.facts(image) is None  # no apptainer, nothing beside it
+    commands(apptainer=f"echo '{json.dumps({'asked': 'inside'})}'")
+    assert container.facts(image) == {"asked": "inside"}
+    image.with_name("i.sif.json").write_text(json.dumps({"asked": "beside"}))
+    assert container.facts(image) == {"asked": "beside"}
+    os.utime(image, (2e9, 2e9))
+    assert container.facts(image) == {"asked": "inside"}

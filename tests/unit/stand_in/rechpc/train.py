@@ -1,5 +1,6 @@
 """Stands in for rechpc.train, so that what surrounds the ranks is tested without torch: the same argv, files and
-exit statuses. STAND_IN says what goes wrong: finish, crash, vanish, deaf, or endless (until it is told to stop)."""
+exit statuses. STAND_IN says what goes wrong: finish, crash, vanish, deaf, or endless (until it is told to stop); stuck,
+stopped: rank 1 does not move, and rank 0 waits for it in (a stand-in of) torch."""
 
 import ctypes
 import json
@@ -8,6 +9,23 @@ import signal
 import sys
 import time
 from pathlib import Path
+
+from rechpc import lifeline
+
+
+def hang(mode, rank):
+    if rank == 0:
+        import torch.distributed
+
+        torch.distributed.wait_for_the_others()
+    if mode == "stopped":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    stuck_in_python()
+
+
+def stuck_in_python():
+    while True:
+        time.sleep(0.01)
 
 
 def write(path, value):
@@ -22,6 +40,7 @@ def main():
     assert sys.argv[2] == "--attempt"
     attempt = run / "attempts" / sys.argv[3]
     sys.stdout = sys.stderr = (attempt / f"rank-{rank:05d}.log").open("a", buffering=1)
+    lifeline.show_stacks()
     facts = {"pid": os.getpid(), "env": dict(os.environ), "file": __file__, "path": sys.path[0]}
     facts["ignored"] = [
         name for name in ("SIGTERM", "SIGUSR2") if signal.getsignal(signal.Signals[name]) == signal.SIG_IGN
@@ -33,6 +52,8 @@ def main():
         beat |= {"samples_per_s": 31_200.0, "seconds_left": 12.0}
         if rank == 0:
             write(attempt / "heartbeat", beat)
+        if step == 3 and mode in ("stuck", "stopped"):
+            hang(mode, rank)
         if step == 3 and rank == 1 and mode == "vanish":
             os.kill(os.getpid(), signal.SIGKILL)
         if step == 3 and rank == 1 and mode == "crash":
