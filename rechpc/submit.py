@@ -56,12 +56,12 @@ _RESUMABLE = re.compile(
 def main(command: CommandConfig, overrides: list[str]) -> int:
     """Submit, resume or dry-run what the command line says; returns the exit status."""
     if command.resume is None:
-        run, config = None, _with_absolute_paths(command)
+        run, config = None, with_absolute_paths(command)
         _check_warm_start(config)
     else:
         run = RunDir.open(command.resume)
         config = _resumed(run, command, overrides)
-    _check_data(config)
+    check_data(config)
     planned = run or RunDir(Path(config.runs_root).expanduser().absolute() / config.name / "RUN_ID")
     slurm.check(planned, config)
     if command.dry_run:
@@ -78,7 +78,7 @@ def main(command: CommandConfig, overrides: list[str]) -> int:
         print(f"run         {shown(run.path)}\nnext        sbatch slurm/{template}.sbatch {run.path}")
         return 0
     interrupts = Interrupts()
-    run, job = _launch(run, config, plan, overrides)
+    run, job = launch(run, config, plan, overrides)
     print(f"run         {shown(run.path)}")
     print(f"job         {job.job_id} ({job.launcher}, from {job.host})")
     print(f"status      {entry('status')} {shown(run.path)}", flush=True)
@@ -92,8 +92,8 @@ def sweep() -> Sweep:
 
 def _checked(command: CommandConfig) -> RunConfig:
     """The run of one combination of a sweep; raises ConfigError for what cannot work, but for what the site refuses."""
-    config = _with_absolute_paths(command)
-    _check_data(config)
+    config = with_absolute_paths(command)
+    check_data(config)
     _check_warm_start(config)
     slurm.check(RunDir(Path(config.runs_root).absolute()), config)
     if not command.dry_run:
@@ -105,8 +105,9 @@ def _checked(command: CommandConfig) -> RunConfig:
 def _check_here(config: RunConfig, command: CommandConfig) -> None:
     """Raise ConfigError for what is not there, or in a place that other nodes do not see."""
     container.check(config.container)
+    provenance.check_secrets(config)
     if config.cluster.launcher is Launcher.slurm and not command.stage:
-        _check_shared(Path(config.runs_root))
+        check_shared(Path(config.runs_root))
 
 
 def _check_fits(config: RunConfig, *, force: bool) -> Plan | None:
@@ -148,7 +149,7 @@ def _write(config: RunConfig, run: RunDir, plan: Plan | None = None) -> RunDir:
     return run
 
 
-def _launch(run: RunDir | None, config: RunConfig, plan: Plan | None, overrides: list[str]) -> tuple[RunDir, slurm.Job]:
+def launch(run: RunDir | None, config: RunConfig, plan: Plan | None, overrides: list[str]) -> tuple[RunDir, slurm.Job]:
     """Write the run directory (or the new configuration of a resumed run) and submit it; undone if that fails."""
     before = run.config_path.read_text() if run else None
     run = run or _write(config, RunDir.create(Path(config.runs_root), config.name), plan)
@@ -165,7 +166,7 @@ def _launch(run: RunDir | None, config: RunConfig, plan: Plan | None, overrides:
     return run, job
 
 
-def _check_shared(root: Path) -> None:
+def check_shared(root: Path) -> None:
     """Raise ConfigError for a place that other nodes certainly do not see."""
     place = root.expanduser().absolute()
     for local in (Path("/tmp"), Path("/var/tmp"), Path("/dev/shm"), Path("/run")):
@@ -175,7 +176,7 @@ def _check_shared(root: Path) -> None:
             )
 
 
-def _with_absolute_paths(config: RunConfig) -> RunConfig:
+def with_absolute_paths(config: RunConfig) -> RunConfig:
     """The same run from any working directory: ranks start elsewhere, and a resume may come from elsewhere."""
     data, image = config.data, config.container.image
     return dataclasses.replace(
@@ -199,7 +200,7 @@ def _check_warm_start(config: RunConfig) -> None:
         raise ConfigError(f"checkpoint.init_from={error}") from error
 
 
-def _check_data(config: RunConfig) -> None:
+def check_data(config: RunConfig) -> None:
     """Raise ConfigError unless the prepared data set is there and fits; synthetic data was checked by validate."""
     data, batch = config.data, config.trainer.global_batch
     if data.kind is DataKind.synthetic:

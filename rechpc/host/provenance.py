@@ -6,6 +6,7 @@ here are recorded: an environment holds secrets.
 
 import os
 import platform
+import re
 import shutil
 import socket
 import subprocess
@@ -16,17 +17,38 @@ from pathlib import Path
 from typing import Any
 
 import rechpc
+from rechpc.config import RunConfig
+from rechpc.errors import ConfigError
 from rechpc.rundir import RunDir, write_json
 
 _PACKAGE = Path(rechpc.__file__).resolve().parent
 _DISTRIBUTIONS = ("hydra-core", "omegaconf", "submitit")
 _VARIABLES = ("CONDA_PREFIX", "LANG", "LOADEDMODULES", "ROCM_PATH", "SLURM_CLUSTER_NAME", "TZ", "VIRTUAL_ENV")
+_SECRET = re.compile(r"(?i)\b\w*(token|secret|passw(or)?d|api_?key|credential)\w*(?==|$)")
+
+
+def check_secrets(config: RunConfig) -> None:
+    """Raise ConfigError for what looks like a secret and would be written to `config.yaml` and the batch script."""
+    places = [("container.env", name) for name in config.container.env]
+    places += [("job.setup", line) for line in config.job.setup]
+    for key, text in places:
+        if match := _SECRET.search(text):
+            raise ConfigError(
+                f"{key}: {match[0]} looks like a secret, and would be written to config.yaml and logs; have the "
+                "program read it from a file that only you can read"
+            )
 
 
 def write(run: RunDir) -> None:
     """Write `provenance.json` and copy this package to `code/`."""
     shutil.copytree(_PACKAGE, run.code_path / "rechpc", ignore=shutil.ignore_patterns("__pycache__"))
     write_json(run.provenance_path, _facts())
+
+
+def versions() -> dict[str, str]:
+    """What the launcher is made of."""
+    own = {"rechpc": rechpc.__version__, "python": platform.python_version()}
+    return own | {name: metadata.version(name) for name in _DISTRIBUTIONS}
 
 
 def _facts() -> dict[str, Any]:
