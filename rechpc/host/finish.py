@@ -113,6 +113,10 @@ def _again(config: RunConfig, bad: list[str]) -> None:
     if not bad:
         slurm.requeue()
         return
+    if config.job.nodelist:
+        raise LaunchError(
+            f"job.nodelist={config.job.nodelist}: asks for nodes of which {', '.join(bad)} is bad; change it"
+        )
     nodes.check_enough_without(bad, num_nodes=config.job.nodes)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a requeue sends it, and Slurm excludes for waiting jobs only
     slurm.requeue()

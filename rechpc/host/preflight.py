@@ -56,10 +56,14 @@ class NodeStage:
                 found.append(self._reach(*meet))
             if found[0].level is not Level.failed:  # the container is there
                 found += self._probe(probe, sight, stopped)
+            if stopped():
+                return
             report = Report(node=self._here.node_name, findings=found)
             write_json(self._attempt.node_report_path(self._here.node_rank), asdict(report))
-            if self._here.node_rank == 0 and not stopped():
+            if self._here.node_rank == 0:
                 verdict = self._conclude(stopped)
+                if stopped():
+                    return
                 if verdict.bad:
                     raise LaunchError(verdict.line)
         if problems(found):

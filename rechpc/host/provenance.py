@@ -24,13 +24,13 @@ from rechpc.rundir import RunDir, write_json
 _PACKAGE = Path(rechpc.__file__).resolve().parent
 _DISTRIBUTIONS = ("hydra-core", "omegaconf", "submitit")
 _VARIABLES = ("CONDA_PREFIX", "LANG", "LOADEDMODULES", "ROCM_PATH", "SLURM_CLUSTER_NAME", "TZ", "VIRTUAL_ENV")
-_SECRET = re.compile(r"(?i)\b\w*(token|secret|passw(or)?d|api_?key|credential)\w*(?==|$)")
+_SECRET = re.compile(r"(?i)\b(\w+_)?(token|secret|passw(or)?d|(api_?|access_)?key|credentials?)(_\w+)?(?==|$)")
 
 
 def check_secrets(config: RunConfig) -> None:
     """Raise ConfigError for what looks like a secret and would be written to `config.yaml` and the batch script."""
     places = [("container.env", name) for name in config.container.env]
-    places += [("job.setup", line) for line in config.job.setup]
+    places += [("job.setup", word) for line in config.job.setup for word in line.split() if "=" in word]
     for key, text in places:
         if match := _SECRET.search(text):
             raise ConfigError(

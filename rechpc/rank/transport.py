@@ -8,7 +8,7 @@ import re
 from collections import Counter
 from dataclasses import dataclass
 
-_CHANNEL = re.compile(r"Channel \d+(?:/\d+)? : .* via (NET/[A-Za-z_]+)\S*?(/GDRDMA)?(?:\(\w+\))?\s*$", re.MULTILINE)
+_CHANNEL = re.compile(r"Channel \d+(?:/\d+)? : .* via (NET/[^/\n]+)/\S*?(/GDRDMA)?(?:/Shared)?\s*$", re.MULTILINE)
 _CHOSEN = re.compile(r"Using network (\S.*?)\s*$", re.MULTILINE)
 _WHY_NOT = re.compile(
     r"NCCL (?:INFO|WARN) ((?:NET/(?:IB|OFI|Plugin)|Failed to open libibverbs)[^\n]*"
