@@ -218,9 +218,7 @@ class PreflightConfig:
     devices: list[str] = option([], "device files that ranks need beside those of AMD GPUs, as /dev/infiniband/uverbs0")
     libraries: list[str] = option([], "libraries that must load in the container, as librccl-net.so")
     max_clock_skew_s: float = option(5.0, "how far the clock of a node may be from the median", low=0.001)
-    min_bandwidth_share: float | None = option(
-        None, "share of the bandwidth that the cluster states which must be reached; null: 0.3, on CPUs 0", low=0
-    )
+    min_bandwidth_share: float | None = option(None, "share of cluster.*_gb_per_s to reach; null: 0.3, CPUs 0", low=0)
     straggler_factor: float = option(2.0, "a rank that computes so many times slower than the median is named", low=1)
     allow_sockets: bool = option(False, "go on where RCCL has fallen back to sockets between nodes")
 
@@ -421,10 +419,6 @@ class RunConfig:
     @property
     def world_size(self) -> int:
         return self.job.nodes * self.ranks_per_node
-
-    @property
-    def has_preflight(self) -> bool:
-        return self.preflight.only or (self.preflight.enabled and self.job.nodes > 1)
 
 
 @dataclass(kw_only=True, slots=True)

@@ -8,7 +8,13 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any
 
+from rechpc.config import RunConfig
 from rechpc.rundir import AttemptDir, read_json, write_json
+
+
+def has_preflight(config: RunConfig) -> bool:
+    """Whether a run is checked before it starts."""
+    return config.preflight.only or (config.preflight.enabled and config.job.nodes > 1)
 
 
 class Level(StrEnum):

@@ -49,7 +49,7 @@ See how a run stands with python -m rechpc.status RUN_DIR; README.md has a first
 
 # What a resumed run may change: nothing that decides which samples it sees, or what it has learned from them.
 _RESUMABLE = re.compile(
-    r"(job|checkpoint|sharding)\.\w+|trainer\.(max_steps|epochs|log_every|eval_every)|data\.verify_checksums"
+    r"(job|preflight|checkpoint|sharding)\.\w+|trainer\.(max_steps|epochs|log_every|eval_every)|data\.verify_checksums"
 )
 
 
@@ -268,7 +268,8 @@ def _resumed(run: RunDir, command: CommandConfig, overrides: list[str]) -> RunCo
 
 def _why_refused(key: str) -> str:
     allowed = (
-        "job.*, checkpoint.*, sharding.*, trainer.max_steps, .epochs, .log_every, .eval_every and data.verify_checksums"
+        "job.*, preflight.*, checkpoint.*, sharding.*, trainer.max_steps, .epochs, .log_every, .eval_every and "
+        "data.verify_checksums"
     )
     if re.fullmatch(r"\w+", key) and (compose.CONF_PATH / key).is_dir():
         return f"a resumed run cannot change a whole group; it can change single keys: {allowed}"

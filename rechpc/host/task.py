@@ -28,6 +28,7 @@ from types import FrameType
 from rechpc import lifeline, topology
 from rechpc.config import ContainerRuntime, Device, JobConfig, RunConfig
 from rechpc.errors import LaunchError, RechpcError
+from rechpc.findings import has_preflight
 from rechpc.host import container, slurm
 from rechpc.host.preflight import NodeStage
 from rechpc.rules import load
@@ -68,10 +69,10 @@ class HostTask:
             lifeline.die_with(here.parent_pid)
         if run.result_path.exists():  # Slurm requeues a preempted job that has just ended
             return str(Outcome.finished)
-        if not config.has_preflight:  # which names the node
+        if not has_preflight(config):  # which names the node
             container.check_runtime(config.container)
         attempt, rendezvous = _begin(run, config, here)
-        if config.has_preflight:
+        if has_preflight(config):
             _preflight(run, config, attempt, here, rendezvous, stop)
         identifying = threading.Thread(target=_record_image, args=(run, attempt, config), daemon=True)
         if here.node_rank == 0 and config.container.image:
@@ -132,7 +133,7 @@ def _contained_environment(run: RunDir, config: RunConfig, *, attempt_name: str)
         # Compiled kernels: in a home that all nodes share they cost a lock and go stale; see docs/container.md.
         names = ("MIOPEN_USER_DB_PATH", "MIOPEN_CUSTOM_CACHE_DIR", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
         env = {name: f"{caches}/{name.lower()}" for name in names} | env
-    if config.has_preflight and config.cluster.device is Device.cuda:
+    if has_preflight(config) and config.cluster.device is Device.cuda:
         # RCCL says which transport it takes in these words alone, once, when it sets itself up; it fills in %h and %p.
         log = run.attempt(attempt_name).preflight_folder / "rccl-%h-%p.log"
         env = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET", "NCCL_DEBUG_FILE": str(log)} | env

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from rechpc.config import Device, RunConfig
 from rechpc.errors import LaunchError
-from rechpc.findings import TOGETHER, Finding, Level, Report, Verdict, finding, read_verdict
+from rechpc.findings import TOGETHER, Finding, Level, Report, Verdict, finding, has_preflight, read_verdict
 from rechpc.rank import process, transport
 from rechpc.rundir import AttemptDir, read_json, write_json
 from rechpc.topology import RankEnv
@@ -56,7 +56,7 @@ def start(config: RunConfig, attempt: AttemptDir, env: RankEnv) -> Iterator[proc
 
     Collective: every rank.
     """
-    if not config.has_preflight:
+    if not has_preflight(config):
         with process.start(config, env) as here:
             yield here
         return

@@ -4,8 +4,6 @@ Nodes, tools and logs here are fakes: trees that look like /sys of AMD's driver,
 it has run on an AMD GPU. The stages themselves run on the real cluster in tests/slurm.
 """
 
-import dataclasses
-import os
 import socket
 import sys
 from pathlib import Path
@@ -15,8 +13,8 @@ import pytest
 from rechpc import preflight
 from rechpc.config import RunConfig
 from rechpc.errors import ConfigError, LaunchError
-from rechpc.findings import TOGETHER, Finding, Level, Report, Verdict, problems, read_verdict
-from rechpc.host import finish, node, nodes, provenance, slurm
+from rechpc.findings import TOGETHER, Finding, Level, Report, Verdict, has_preflight, problems, read_verdict
+from rechpc.host import finish, node, nodes, provenance, slurm, task
 from rechpc.host import preflight as stage
 from rechpc.rank import probe, transport
 from rechpc.rundir import AttemptDir, Outcome, RunDir
@@ -431,8 +429,16 @@ def test_a_site_that_signals_every_process_is_a_warning(commands, monkeypatch):
 
 
 def test_preflight_belongs_to_runs_of_several_nodes_and_one_key_turns_it_off():
-    assert not changed().has_preflight
-    assert small().has_preflight
-    assert not small("preflight.enabled=false").has_preflight
-    assert dataclasses.replace(changed("preflight.only=true")).has_preflight
-    assert os.environ.get("NCCL_DEBUG") is None
+    assert not has_preflight(changed())
+    assert has_preflight(small())
+    assert not has_preflight(small("preflight.enabled=false"))
+    assert has_preflight(changed("preflight.only=true"))
+
+
+def test_rccl_is_made_to_say_which_way_it_takes_and_the_configuration_wins(tmp_path):
+    run = RunDir(tmp_path)
+    config = changed(*MI300X, "job.nodes=2", "container.env.NCCL_DEBUG=WARN")
+    argv = task.contained(run, config, ["true"], attempt_name="1.0")
+    assert f"NCCL_DEBUG_FILE={run.attempt('1.0').preflight_folder}/rccl-%h-%p.log" in argv
+    assert "NCCL_DEBUG=WARN" in argv
+    assert "NCCL_DEBUG=INFO" not in argv
