@@ -51,12 +51,11 @@ def look(devices: list[str], *, root: Path = Path("/")) -> Sight:
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     meminfo = _read(root / "proc/meminfo")
     available = re.search(r"MemAvailable:\s+(\d+) kB", meminfo)
-    render = sorted((root / "dev/dri").glob("renderD*"))
-    paths = [root / "dev/kfd", *render, *(root / device.lstrip("/") for device in devices)]
+    render = [f"/dev/dri/{path.name}" for path in sorted((root / "dev/dri").glob("renderD*"))]
     shm = os.statvfs(root / "dev/shm") if (root / "dev/shm").is_dir() else None
     return Sight(
         gpus=_gpus(root),
-        devices={"/" + str(path.relative_to(root)): _why_unusable(path) for path in paths},
+        devices={name: _why_unusable(root / name.lstrip("/")) for name in ("/dev/kfd", *render, *devices)},
         rdma=sorted(path.name for path in _entries(root / "sys/class/infiniband")),
         shm_free_bytes=shm.f_bavail * shm.f_frsize if shm else 0,
         memory_free_bytes=int(available[1]) * 1024 if available else 0,

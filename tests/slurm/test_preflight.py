@@ -50,7 +50,7 @@ def test_a_broken_node_is_left_out_and_the_run_finishes_on_the_others(
     cluster: Cluster, broken: tuple[str, list[str], str]
 ) -> None:
     node, overrides, words = broken
-    run = submit(cluster, "trainer.max_steps=20", *overrides)
+    run = submit(cluster, "trainer.max_steps=20", "preflight.enabled=true", *overrides)
     with cancelled_at_end(run):
         run.wait_for_state("finished")
         job = cluster.check("scontrol", "show", "job", "--oneliner", run.job_id)
