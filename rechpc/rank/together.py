@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 _MIB = 1 << 20
 _DEFAULT_SHARE = 0.3
 _REPEATS = 3
+_SLOW_LINK = 3.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,6 +48,7 @@ class Measured:
     exchange_s: float
     large_bytes: int
     large_s: float
+    ring_s: float  # to receive as much from the node before, while all do the same
     transport: transport.Transport | None  # None where the device is a CPU
 
 
@@ -154,6 +156,8 @@ def _measure(config: RunConfig, attempt: AttemptDir, here: process.Process) -> M
     reduce_s = _best(lambda: dist.all_reduce(dense), device)
     exchange_s = _best(all_to_all(exchange), device)
     large_s = exchange_s if large is None else _best(all_to_all(large), device)
+    around = exchange if large is None else large
+    ring_s = _best(lambda: _shift(around, here.env.rank, by=config.ranks_per_node), device)
     return Measured(
         node=_node_name(attempt, here.env.rank // config.ranks_per_node),
         clock_s=clock_s,
@@ -164,6 +168,7 @@ def _measure(config: RunConfig, attempt: AttemptDir, here: process.Process) -> M
         exchange_s=exchange_s,
         large_bytes=(exchange if large is None else large).nbytes,
         large_s=large_s,
+        ring_s=ring_s,
         transport=transport.read(_debug_output(attempt)) if is_gpu else None,
     )
 
@@ -171,6 +176,18 @@ def _measure(config: RunConfig, attempt: AttemptDir, here: process.Process) -> M
 def _even(count: int, world_size: int, device: torch.device) -> torch.Tensor:
     """So many floats, rounded up to a share for every rank."""
     return torch.ones(-(-count // world_size) * world_size, device=device)
+
+
+def _shift(sent: torch.Tensor, rank: int, *, by: int) -> None:
+    """Send to the rank at the same place on the next node, and receive from the one before.
+
+    Collective: every rank.
+    """
+    world, received = dist.get_world_size(), torch.empty_like(sent)
+    ways = [(dist.isend, sent, (rank + by) % world), (dist.irecv, received, (rank - by) % world)]
+    if by % world:  # one node has no other
+        for request in dist.batch_isend_irecv([dist.P2POp(*way) for way in ways]):
+            request.wait()
 
 
 def _best(action: Callable[[], Any], device: torch.device) -> float:
@@ -201,7 +218,11 @@ def judge(config: RunConfig, measured: list[Measured]) -> list[Report]:
         by_node.setdefault(node, []).append(Finding(check="transport", level=Level.failed, text=text))
     for node, text in _stragglers(config, measured).items():
         by_node.setdefault(node, []).append(Finding(check="straggler", level=Level.warning, text=text))
-    together = [_bandwidth(config, measured), _sizes(measured), _transports(config, measured)]
+    bandwidth = _bandwidth(config, measured)
+    slow = _slow_links(config, measured) if bandwidth.level is Level.failed else {}
+    for node, text in slow.items():
+        by_node.setdefault(node, []).append(Finding(check="link", level=Level.failed, text=text))
+    together = [bandwidth, _sizes(measured), _transports(config, measured)]
     reports = [Report(node=node, findings=found) for node, found in by_node.items()]
     return [*reports, Report(node=TOGETHER, findings=together)]
 
@@ -258,6 +279,20 @@ def _bandwidth(config: RunConfig, measured: list[Measured]) -> Finding:
     )
     not_judged = " (not judged: cluster.device=cpu)" * (least == 0)
     return finding("bandwidth", problem if share < least else None, good=f"{text}{not_judged}")
+
+
+def _slow_links(config: RunConfig, measured: list[Measured]) -> dict[str, str]:
+    """Nodes that are slow both to receive and to be received from; of two nodes none can be told from the other."""
+    local = config.ranks_per_node
+    received_s = [max(m.ring_s for m in measured[i : i + local]) for i in range(0, len(measured), local)]
+    best_s, count = min(received_s), len(received_s)
+    rates = [measured[0].large_bytes / seconds / 1e9 for seconds in received_s]
+    return {
+        measured[i * local].node: f"{rates[i]:.3g} GB/s in and {rates[(i + 1) % count]:.3g} GB/s out, where the best "
+        f"of the other nodes does {max(rates):.3g}: a bad cable, port or adapter; tell the site"
+        for i in range(count)
+        if count > 2 and min(received_s[i], received_s[(i + 1) % count]) > _SLOW_LINK * best_s
+    }
 
 
 def _sizes(measured: list[Measured]) -> Finding:

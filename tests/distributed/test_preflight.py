@@ -22,7 +22,7 @@ MIB = 1 << 20
 
 def measured(node: str, **values) -> Measured:
     good = {"clock_s": 1000.0, "compute_s": 0.01, "reduce_bytes": MIB, "reduce_s": 0.01, "exchange_bytes": MIB}
-    good |= {"exchange_s": 0.01, "large_bytes": 64 * MIB, "large_s": 0.01, "transport": None}
+    good |= {"exchange_s": 0.01, "large_bytes": 64 * MIB, "large_s": 0.01, "ring_s": 0.01, "transport": None}
     return Measured(node=node, **{**good, **values})
 
 
@@ -136,6 +136,19 @@ def test_bandwidth_is_judged_by_the_slower_of_both_ways():
     assert bad(judge(config, ranks)) == {}
     slow = bad(judge(config, [dataclasses.replace(m, large_s=10 * seconds) for m in ranks]))
     assert "1 GB/s, 10% of what the profile promises" in slow[TOGETHER][0]
+
+
+def test_the_node_with_the_slow_link_is_named_where_bandwidth_is_missing():
+    keys = ("preflight.min_bandwidth_share=0.9", "cluster.inter_node_gb_per_s=100000")
+    ring_s = {"n1": 0.01, "n2": 0.5, "n3": 0.5, "n4": 0.01}  # n2 receives late, and n3 from it
+    ranks = [measured(node, ring_s=seconds) for node, seconds in ring_s.items()]
+    config = tiny("cluster=slurm", "job.nodes=4", *keys)
+    found = bad(judge(config, ranks))
+    assert found.keys() == {"n2", TOGETHER}
+    assert found["n2"][0].startswith(
+        "link: 0.134 GB/s in and 0.134 GB/s out, where the best of the other nodes does 6.71"
+    )
+    assert bad(judge(config, [dataclasses.replace(m, ring_s=0.01) for m in ranks])).keys() == {TOGETHER}
 
 
 def test_the_embeddings_of_fbgemm_equal_those_of_torch_and_wrong_ones_are_told(monkeypatch):
