@@ -68,12 +68,15 @@ def difference(device: str, *, batch: int, features: int, dim: int) -> str | Non
         expected_BD.backward(torch.full_like(expected_BD, 1 / batch))
         assert bag.weight.grad is not None
         stepped_RD = bag.weight.detach() - _LEARNING_RATE * bag.weight.grad
-        for what, mine, right in (("output", pooled_BTD[:, t], expected_BD), ("weights", updated[t], stepped_RD)):
+        for what, mine, right in (
+            ("the output", pooled_BTD[:, t], expected_BD),
+            ("the updated weights", updated[t], stepped_RD),
+        ):
             worst = float((mine.detach() - right.detach()).abs().max())
             if not worst <= _TOLERANCE:  # also where it is NaN
                 size = Size(batch, features)
                 return (
-                    f"{what} of feature {t} are off by {worst:.3g} on {device} at {size} of {dim} columns: FBGEMM "
+                    f"{what} of feature {t}: off by {worst:.3g} on {device} at {size} of {dim} columns: FBGEMM "
                     "computes wrong numbers; use another image, or a smaller trainer.global_batch"
                 )
     return None

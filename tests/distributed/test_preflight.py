@@ -145,9 +145,7 @@ def test_the_node_with_the_slow_link_is_named_where_bandwidth_is_missing():
     config = tiny("cluster=slurm", "job.nodes=4", *keys)
     found = bad(judge(config, ranks))
     assert found.keys() == {"n2", TOGETHER}
-    assert found["n2"][0].startswith(
-        "link: 0.134 GB/s in and 0.134 GB/s out, where the best of the other nodes does 6.71"
-    )
+    assert found["n2"][0].startswith("link: 0.134 GB/s in and 0.134 GB/s out, where the best of")
     assert bad(judge(config, [dataclasses.replace(m, ring_s=0.01) for m in ranks])).keys() == {TOGETHER}
 
 
@@ -155,7 +153,8 @@ def test_the_embeddings_of_fbgemm_equal_those_of_torch_and_wrong_ones_are_told(m
     assert tbe.difference("cpu", batch=64, features=3, dim=16) is None
     monkeypatch.setattr(tbe, "_TOLERANCE", -1.0)  # stands in for a kernel that computes wrong numbers
     text = tbe.difference("cpu", batch=64, features=3, dim=16)
-    assert text.startswith("output of feature 0 are off by 0 on cpu at 64 samples x 3 features of 16 columns")
+    assert text.startswith("the output of feature 0: off by ")
+    assert " on cpu at 64 samples x 3 features of 16 columns: FBGEMM computes wrong numbers" in text
 
 
 def test_the_probe_of_a_cpu_node_runs_to_its_end(tmp_path):
