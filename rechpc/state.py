@@ -96,7 +96,7 @@ def read_status(run: RunDir, known: slurm.Known | None = None) -> RunStatus:
         job=job,
         reason=said.reason if said and said.pending else None,
         image_changed_from=_read(attempt.image_path).get("changed_from") if attempt else None,
-        preflight=verdict.line if attempt and (verdict := read_verdict(attempt)) else None,
+        preflight=verdict.line.removeprefix("preflight: ") if attempt and (verdict := read_verdict(attempt)) else None,
         excluded=excluded_nodes(run),
         phase=heartbeat.get("phase"),
         heartbeat_age_s=age_s,

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from rechpc import preflight
+from rechpc import preflight, state
 from rechpc.config import RunConfig
 from rechpc.errors import ConfigError, LaunchError
 from rechpc.findings import TOGETHER, Finding, Level, Report, Verdict, has_preflight, problems, read_verdict
 from rechpc.host import finish, node, nodes, provenance, slurm, task
 from rechpc.host import preflight as stage
 from rechpc.rank import probe, transport
-from rechpc.rundir import AttemptDir, Outcome, RunDir
+from rechpc.rundir import AttemptDir, Outcome, RunDir, write_text
 from rechpc.sight import Gpu, Sight, look
 from tests.configs import changed
 
@@ -442,3 +442,30 @@ def test_rccl_is_made_to_say_which_way_it_takes_and_the_configuration_wins(tmp_p
     assert f"NCCL_DEBUG_FILE={run.attempt('1.0').preflight_folder}/rccl-%h-%p.log" in argv
     assert "NCCL_DEBUG=WARN" in argv
     assert "NCCL_DEBUG=INFO" not in argv
+
+
+def test_preflight_alone_is_never_requeued_and_says_what_to_leave_out(attempt, commands, monkeypatch, tmp_path, capsys):
+    commands(scontrol=f'echo "$@" >>{tmp_path}/calls')
+    monkeypatch.setenv("SLURM_JOB_ID", "1")
+    run = RunDir(attempt.path.parents[1])
+    verdict("n2").write(attempt)
+    task.ensure_outcome(attempt, run, verdict("n2").line)
+    decided = finish.finish(run, small("preflight.only=true"), attempt=attempt, launch_status=1)
+    assert (decided.again, decided.failed) == (False, True)
+    assert decided.reason == "preflight: node n2: TBE: wrong; leave out with job.exclude=n2"
+    assert not (tmp_path / "calls").exists()
+    assert "rechpc: for the administrators: job=1 " in capsys.readouterr().out
+
+
+def test_status_names_the_nodes_that_were_left_out(attempt):
+    run = RunDir(attempt.path.parents[1])
+    write_text(run.config_path, "{}")
+    verdict("n2").write(attempt)
+    shown = state.render(state.read_status(run))
+    assert "preflight  node n2: TBE: wrong" in shown
+    assert "left out   n2: TBE: wrong" in shown
+
+
+def test_after_a_bad_node_a_job_bound_to_it_is_given_up():
+    with pytest.raises(LaunchError, match=r"job.nodelist=n2: asks for nodes of which n2 is bad"):
+        finish._again(small("job.nodelist=n2"), ["n2"])
