@@ -4,7 +4,9 @@ Nodes, tools and logs here are fakes: trees that look like /sys of AMD's driver,
 it has run on an AMD GPU. The stages themselves run on the real cluster in tests/slurm.
 """
 
+import os
 import socket
+import subprocess
 import sys
 from pathlib import Path
 
@@ -17,7 +19,7 @@ from rechpc.findings import TOGETHER, Finding, Level, Report, Verdict, has_prefl
 from rechpc.host import finish, node, nodes, provenance, slurm, task
 from rechpc.host import preflight as stage
 from rechpc.rank import probe, transport
-from rechpc.rundir import AttemptDir, Outcome, RunDir, write_text
+from rechpc.rundir import AttemptDir, Outcome, RunDir, read_json, write_text
 from rechpc.sight import Gpu, Sight, look
 from tests.configs import changed
 
@@ -469,3 +471,60 @@ def test_status_names_the_nodes_that_were_left_out(attempt):
 def test_after_a_bad_node_a_job_bound_to_it_is_given_up():
     with pytest.raises(LaunchError, match=r"job.nodelist=n2: asks for nodes of which n2 is bad"):
         finish._again(small("job.nodelist=n2"), ["n2"])
+
+
+# The whole way, with stand-ins for the probe, torchrun, the ranks and Slurm's commands
+
+STAND_IN_PROBE = """
+import json, os, sys
+from rechpc.sight import look
+bad = {"check": "TBE", "level": "failed", "text": "wrong"}
+found = [bad] if os.environ["STAND_IN"] == "broken" else []
+json.dump({"sight": look([]).as_dict(), "findings": found}, open(sys.argv[2], "w"))
+"""
+
+
+def test_a_job_with_a_broken_node_ends_on_all_of_them_and_starts_again_without_it(make_run, commands, tmp_path):
+    calls = tmp_path / "calls"
+    said = 'hostnames) printf "n0\\nn1\\n";; node) echo NodeAddr=127.0.0.1;;'
+    scontrol = f'case "$2" in {said} *) echo "$@" >>{calls};; esac'
+    commands(scontrol=scontrol, sinfo="printf 'n0\\nn1\\nn2\\n'")
+    free = ("preflight.min_free_gib=0", "preflight.min_memory_gib=0")
+    run = make_run("cluster=slurm", "job.nodes=2", *free)
+    (run.code_path / "rechpc/rank/probe.py").write_text(STAND_IN_PROBE)
+    env = {**os.environ, "PYTHONPATH": str(run.code_path), "SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2"}
+    env |= {"SLURM_JOB_PARTITION": "low", "SLURM_JOB_NODELIST": "n[0-1]"}
+    tasks = [
+        subprocess.Popen(
+            [sys.executable, "-m", "rechpc.host.task", str(run.path)],
+            env={**env, "SLURM_NODEID": str(rank), "SLURMD_NODENAME": f"n{rank}", "STAND_IN": mode},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank, mode in enumerate(["endless", "broken"])
+    ]
+    words = [task.communicate(timeout=60)[1] for task in tasks]
+    assert [task.returncode for task in tasks] == [1, 1]
+    assert "preflight: node n1: TBE: wrong" in words[0]
+    assert "preflight: node n1: TBE: wrong" in words[1]
+    assert read_json(run.attempt("7.0").outcome_path)["error"] == "preflight: node n1: TBE: wrong"
+
+    finish_argv = [sys.executable, "-m", "rechpc.host.finish", str(run.path), "--status", "1"]
+    done = subprocess.run(finish_argv, env=env, capture_output=True, text=True, timeout=60, check=True)
+    assert calls.read_text().splitlines() == ["requeue 7", "update JobId=7 ExcNodeList=n1"]
+    first, second = done.stdout.splitlines()
+    assert first.startswith("rechpc: for the administrators: job=7 at=")
+    assert second == "rechpc: preflight: n1 left out, starts again on other nodes"
+
+
+def test_a_job_on_good_nodes_goes_on_to_its_ranks(make_run, commands, tmp_path):
+    commands(scontrol='case "$2" in hostnames) echo n0;; node) echo NodeAddr=127.0.0.1;; esac')
+    run = make_run("cluster=slurm", "preflight.only=true", "preflight.min_free_gib=0", "preflight.min_memory_gib=0")
+    (run.code_path / "rechpc/rank/probe.py").write_text(STAND_IN_PROBE)
+    env = {**os.environ, "PYTHONPATH": str(run.code_path), "SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "1"}
+    env |= {"SLURM_NODEID": "0", "SLURMD_NODENAME": "n0", "STAND_IN": "finish"}
+    argv = [sys.executable, "-m", "rechpc.host.task", str(run.path)]
+    done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "finished"
+    assert read_verdict(run.attempt("7.0")).line.startswith("1 node(s) ok in ")
