@@ -234,6 +234,23 @@ class JobConfig:
 
 
 @dataclass(kw_only=True, slots=True)
+class PreflightConfig:
+    """What is checked before a run of several nodes takes its first step (docs/preflight.md)."""
+
+    enabled: bool = option(True, "check every node and the network between them when a run of several nodes starts")
+    only: bool = option(False, "end after the checks, on one node too; what python -m rechpc.preflight sets")
+    timeout_s: float = option(180.0, "how long the nodes may take for a stage, the import of torch included", low=1)
+    min_free_gib: float = option(1.0, "free space in the temporary directory of each node, and its /dev/shm", low=0)
+    min_memory_gib: float = option(1.0, "free host memory of each node", low=0)
+    devices: list[str] = option([], "device files that ranks need beside those of AMD GPUs, as /dev/infiniband/uverbs0")
+    libraries: list[str] = option([], "libraries that must load in the container, as librccl-net.so")
+    max_clock_skew_s: float = option(5.0, "how far the clock of a node may be from the median", low=0.001)
+    min_bandwidth_share: float | None = option(None, "share of cluster.*_gb_per_s to reach; null: 0.3, CPUs 0", low=0)
+    straggler_factor: float = option(2.0, "a rank that computes so many times slower than the median is named", low=1)
+    allow_sockets: bool = option(False, "go on where RCCL has fallen back to sockets between nodes")
+
+
+@dataclass(kw_only=True, slots=True)
 class ModelConfig:
     """Shape of a DLRM (https://arxiv.org/abs/1906.00091) or DLRM-DCNv2 (https://arxiv.org/abs/2008.13535)."""
 
@@ -425,6 +442,7 @@ class RunConfig:
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     container: ContainerConfig = field(default_factory=ContainerConfig)
     job: JobConfig = field(default_factory=JobConfig)
+    preflight: PreflightConfig = field(default_factory=PreflightConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     sharding: ShardingConfig = field(default_factory=ShardingConfig)
     data: DataConfig = field(default_factory=DataConfig)

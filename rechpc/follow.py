@@ -112,6 +112,8 @@ class _ProgressLine:
 
 def _report(run: RunDir, status: RunStatus, *, interrupted: bool) -> int:
     """Say how the run ended. Raises LaunchError when it failed, with the first failing rank's own error on top."""
+    if status.state is State.finished and not status.result:  # preflight alone
+        return 0
     if status.state is State.finished:
         print(result_line(status.result))
         if expected := expectation(run):

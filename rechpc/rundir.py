@@ -76,6 +76,18 @@ class AttemptDir:
         """Where the ranks of several nodes meet; node 0 writes it."""
         return self.path / "rendezvous.json"
 
+    @property
+    def preflight_path(self) -> Path:
+        """The verdict over all nodes, before step 1; beside it a folder with what each node says."""
+        return self.path / "preflight.json"
+
+    @property
+    def preflight_folder(self) -> Path:
+        return self.path / "preflight"
+
+    def node_report_path(self, node_rank: int) -> Path:
+        return self.preflight_folder / f"node-{node_rank:05d}.json"
+
     def error_path(self, rank: int) -> Path:
         """Written by a rank that raises: rank, time_s, error (one line), traceback."""
         return self.path / f"error-rank-{rank:05d}.json"

@@ -13,6 +13,7 @@ from typing import Any
 
 from rechpc.config import Launcher
 from rechpc.errors import ConfigError
+from rechpc.findings import read_verdict
 from rechpc.host import slurm
 from rechpc.rules import load
 from rechpc.rundir import AttemptDir, Outcome, RunDir, read_json
@@ -47,6 +48,8 @@ class RunStatus:
     job: slurm.Job | None
     reason: str | None  # why Slurm does not start it
     image_changed_from: str | None
+    preflight: str | None  # its verdict in the newest attempt
+    excluded: dict[str, str]  # nodes that it found bad in any attempt, with why
     phase: str | None
     heartbeat_age_s: float | None
     step: int | None
@@ -96,6 +99,8 @@ def read_status(run: RunDir, known: slurm.Known | None = None) -> RunStatus:
         job=job,
         reason=said.reason if said and said.pending else None,
         image_changed_from=_read(attempt.image_path).get("changed_from") if attempt else None,
+        preflight=verdict.line.removeprefix("preflight: ") if attempt and (verdict := read_verdict(attempt)) else None,
+        excluded=excluded_nodes(run),
         phase=heartbeat.get("phase"),
         heartbeat_age_s=age_s,
         step=result.get("step", outcome.get("step", heartbeat.get("step"))),
@@ -112,6 +117,12 @@ def read_status(run: RunDir, known: slurm.Known | None = None) -> RunStatus:
         log_path=log_path,
         result=result,
     )
+
+
+def excluded_nodes(run: RunDir) -> dict[str, str]:
+    """Nodes that preflight found bad, with why, over all attempts."""
+    verdicts = [verdict for attempt in _attempts(run) if (verdict := read_verdict(attempt))]
+    return {node: why for verdict in verdicts for node, why in verdict.to_exclude.items()}
 
 
 def current_attempt(run: RunDir) -> AttemptDir | None:
@@ -204,6 +215,8 @@ def render(status: RunStatus) -> str:
         "warning": age if started and status.state is not State.unknown else "",
         "reason": status.reason or "",
         "image": f"not the one before, which had sha256 {status.image_changed_from}" * bool(status.image_changed_from),
+        "preflight": status.preflight or "",
+        "left out": "; ".join(f"{node}: {why}" for node, why in status.excluded.items()),
         "attempt": str(status.num_attempts or ""),
         "job": "" if status.job is None else f"{status.job.job_id} ({status.job.launcher}, from {status.job.host})",
         "progress": progress(status) if status.step is not None or started else "",
@@ -262,7 +275,8 @@ def _slurm_state(
     if said.name == "CANCELLED":
         return State.cancelled
     if said.ended:
-        return State.drained if outcome.get("outcome") == Outcome.drained else State.failed
+        planned = outcome.get("outcome") in (Outcome.drained, Outcome.finished)  # preflight alone leaves no result
+        return State(outcome["outcome"]) if planned else State.failed
     if attempt is None or outcome:  # the attempt of this start has not begun yet, or is being wound up
         return State.starting
     return State.starting if heartbeat.get("phase", "starting") in _STARTING_PHASES else State.running

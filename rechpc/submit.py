@@ -50,7 +50,8 @@ See how a run stands with python -m rechpc.status RUN_DIR; README.md has a first
 
 # What a resumed run may change: nothing that decides which samples it sees, or what it has learned from them.
 _RESUMABLE = re.compile(
-    r"(job|checkpoint|sharding)\.\w+|trainer\.(max_steps|epochs|log_every|eval_every|profile_steps)|data\.verify_checksums"
+    r"(job|preflight|checkpoint|sharding)\.\w+|trainer\.(max_steps|epochs|log_every|eval_every|profile_steps)|"
+    r"data\.verify_checksums"
 )
 
 
@@ -62,7 +63,7 @@ def main(command: CommandConfig, overrides: list[str]) -> int:
     else:
         run = RunDir.open(command.resume)
         config = _resumed(run, command, overrides)
-    _check_data(config)
+    check_data(config)
     planned = run or RunDir(Path(config.runs_root).expanduser().absolute() / config.name / "RUN_ID")
     slurm.check(planned, config)
     if command.dry_run:
@@ -81,7 +82,7 @@ def main(command: CommandConfig, overrides: list[str]) -> int:
         print(f"run         {shown(run.path)}\nnext        sbatch slurm/{template}.sbatch {run.path}")
         return 0
     interrupts = Interrupts()
-    run, job = _launch(run, config, plan, overrides)
+    run, job = launch(run, config, plan, overrides)
     print(f"run         {shown(run.path)}")
     print(f"job         {job.job_id} ({job.launcher}, from {job.host})")
     print(f"status      {entry('status')} {shown(run.path)}", flush=True)
@@ -117,7 +118,7 @@ def _checked(commands: list[CommandConfig | ConfigError]) -> list[RunConfig | Co
 def _unplanned(command: CommandConfig) -> CommandConfig:
     """The run of one combination, checked but for its plan."""
     run = _run_of(command)
-    _check_data(run)
+    check_data(run)
     slurm.check(RunDir(Path(run.runs_root).absolute()), run)
     if not run.dry_run:
         _check_here(run, command)
@@ -135,11 +136,11 @@ def _asks_planner(config: CommandConfig) -> bool:
 
 def _run_of(command: CommandConfig) -> CommandConfig:
     """The run that a command line means: itself, or one that rehearses it here, once it is known to fit there."""
-    job = _with_absolute_paths(command)
+    job = with_absolute_paths(command)
     _check_warm_start(job)
     if job.cluster.rehearsal.of is None:
         return job
-    _check_data(job)
+    check_data(job)
     (answer,) = planner.answers([job])
     if "error" in answer:
         raise ConfigError("; ".join([answer["error"], *(f"{change} fits" for change in answer["advice"])]))
@@ -152,8 +153,9 @@ def _run_of(command: CommandConfig) -> CommandConfig:
 def _check_here(config: RunConfig, command: CommandConfig) -> None:
     """Raise ConfigError for what is not there, or in a place that other nodes do not see."""
     container.check(config.container)
+    provenance.check_secrets(config)
     if config.cluster.launcher is Launcher.slurm and not command.stage:
-        _check_shared(Path(config.runs_root))
+        check_shared(Path(config.runs_root))
 
 
 def _check_fits(config: RunConfig, *, force: bool) -> Plan | None:
@@ -195,7 +197,7 @@ def _write(config: RunConfig, run: RunDir, plan: Plan | None = None) -> RunDir:
     return run
 
 
-def _launch(run: RunDir | None, config: RunConfig, plan: Plan | None, overrides: list[str]) -> tuple[RunDir, slurm.Job]:
+def launch(run: RunDir | None, config: RunConfig, plan: Plan | None, overrides: list[str]) -> tuple[RunDir, slurm.Job]:
     """Write the run directory (or the new configuration of a resumed run) and submit it; undone if that fails."""
     before = run.config_path.read_text() if run else None
     run = run or _write(config, RunDir.create(Path(config.runs_root), config.name), plan)
@@ -212,7 +214,7 @@ def _launch(run: RunDir | None, config: RunConfig, plan: Plan | None, overrides:
     return run, job
 
 
-def _check_shared(root: Path) -> None:
+def check_shared(root: Path) -> None:
     """Raise ConfigError for a place that other nodes certainly do not see."""
     place = root.expanduser().absolute()
     for local in (Path("/tmp"), Path("/var/tmp"), Path("/dev/shm"), Path("/run")):
@@ -222,7 +224,7 @@ def _check_shared(root: Path) -> None:
             )
 
 
-def _with_absolute_paths(config: CommandConfig) -> CommandConfig:
+def with_absolute_paths(config: CommandConfig) -> CommandConfig:
     """The same run from any working directory: ranks start elsewhere, and a resume may come from elsewhere."""
     data, image = config.data, config.container.image
     return dataclasses.replace(
@@ -246,7 +248,7 @@ def _check_warm_start(config: RunConfig) -> None:
         raise ConfigError(f"checkpoint.init_from={error}") from error
 
 
-def _check_data(config: RunConfig) -> None:
+def check_data(config: RunConfig) -> None:
     """Raise ConfigError unless the prepared data set is there and fits; synthetic data was checked by validate."""
     data, batch = config.data, config.trainer.global_batch
     if data.kind is DataKind.synthetic:
@@ -314,7 +316,8 @@ def _resumed(run: RunDir, command: CommandConfig, overrides: list[str]) -> RunCo
 
 def _why_refused(key: str) -> str:
     allowed = (
-        "job.*, checkpoint.*, sharding.*, trainer.max_steps, .epochs, .log_every, .eval_every, .profile_steps and "
+        "job.*, preflight.*, checkpoint.*, sharding.*, trainer.max_steps, .epochs, .log_every, .eval_every, "
+        ".profile_steps and "
         "data.verify_checksums"
     )
     if re.fullmatch(r"\w+", key) and (compose.CONF_PATH / key).is_dir():

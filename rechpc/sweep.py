@@ -223,7 +223,11 @@ def _place(command: CommandConfig) -> SweepDir:
 
 def _run_id(config: RunConfig, swept: set[str]) -> str:
     """The same for two runs that compute the same, wherever they wait and however long they may take."""
-    names = [f.name for f in dataclasses.fields(RunConfig) if f.name not in ("runs_root", "name") or f.name in swept]
+    names = [
+        f.name
+        for f in dataclasses.fields(RunConfig)
+        if f.name not in ("runs_root", "name", "preflight") or f.name in swept
+    ]
     values = {name: value for name, value in dataclasses.asdict(config).items() if name in names}
     job = {name: value for name, value in values["job"].items() if name in _COMPUTES or f"job.{name}" in swept}
     text = json.dumps({**values, "job": job}, sort_keys=True)

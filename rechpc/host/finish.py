@@ -5,12 +5,15 @@ host tasks of the others too. Its exit status becomes the state of the job. Slur
 """
 
 import argparse
+import signal
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
 from rechpc.config import RunConfig
 from rechpc.errors import LaunchError
-from rechpc.host import slurm
+from rechpc.findings import read_verdict
+from rechpc.host import nodes, slurm
+from rechpc.host.preflight import line_for_administrators
 from rechpc.host.task import ensure_outcome
 from rechpc.rules import load
 from rechpc.rundir import AttemptDir, Outcome, RunDir, read_json, write_json
@@ -35,13 +38,15 @@ class Ended:
     step: int
     progressed: bool  # a newer checkpoint was committed since it began
     error: str | None = None
+    bad_nodes: dict[str, str] = field(default_factory=dict)  # that preflight found, with why
 
 
 def decide(history: list[Ended], *, max_attempts: int) -> Verdict:
     """What follows from the attempts of a run, oldest first.
 
     A planned stop starts again as long as there is progress. A crash starts again only if there was progress since
-    its attempt began, it is not the second one at the same step, and `max_attempts` crashes are not reached.
+    its attempt began, it is not the second one at the same step, and `max_attempts` crashes are not reached; one of
+    preflight, which is no work lost, as long as the last holds.
     """
     last = history[-1]
     if last.outcome is Outcome.finished:
@@ -58,6 +63,9 @@ def decide(history: list[Ended], *, max_attempts: int) -> Verdict:
             return Verdict(again=False, failed=True, reason=reason)
         return Verdict(again=True, failed=False, reason="stopped in time, starts again")
     crashes = [a for a in history if a.outcome is Outcome.failed]
+    if last.bad_nodes and len(crashes) < max_attempts:
+        reason = f"preflight: {', '.join(last.bad_nodes)} left out, starts again on other nodes"
+        return Verdict(again=True, failed=False, reason=reason)
     if not last.progressed:
         reason = "no checkpoint was committed since the attempt began"
     elif len(crashes) > 1 and crashes[-2].step == last.step:
@@ -81,15 +89,38 @@ def finish(run: RunDir, config: RunConfig, *, attempt: AttemptDir | None, launch
         return Verdict(again=False, failed=True, reason=reason)
     # Where srun was ended from outside, node 0 had no time for it.
     ensure_outcome(attempt, run, _error(attempt, f"srun ended with status {launch_status}"))
-    verdict = decide(_history(run, until=attempt), max_attempts=config.job.max_attempts)
+    history = _history(run, until=attempt)
+    bad = history[-1].bad_nodes
+    if bad:
+        print(f"rechpc: {line_for_administrators(slurm.job_id(), bad)}", flush=True)
+    if config.preflight.only and history[-1].outcome is Outcome.failed:
+        reason = f"{history[-1].error}" + f"; leave out with job.exclude={','.join(bad)}" * bool(bad)
+        verdict = Verdict(again=False, failed=True, reason=reason)
+    else:
+        verdict = decide(history, max_attempts=config.job.max_attempts)
     write_json(attempt.verdict_path, asdict(verdict))  # first: a requeue ends this process too
     if verdict.again:
         try:
-            slurm.requeue()
+            _again(config, sorted({name for ended in history for name in ended.bad_nodes}))
         except LaunchError as error:
             verdict = Verdict(again=False, failed=True, reason=str(error))
             write_json(attempt.verdict_path, asdict(verdict))
     return verdict
+
+
+def _again(config: RunConfig, bad: list[str]) -> None:
+    """Requeue the job, on nodes other than the bad ones. Raises LaunchError where Slurm refuses."""
+    if not bad:
+        slurm.requeue()
+        return
+    if config.job.nodelist:
+        raise LaunchError(
+            f"job.nodelist={config.job.nodelist}: asks for nodes of which {', '.join(bad)} is bad; change it"
+        )
+    nodes.check_enough_without(bad, num_nodes=config.job.nodes)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a requeue sends it, and Slurm excludes for waiting jobs only
+    slurm.requeue()
+    nodes.exclude(bad, beside=config.job.exclude)
 
 
 def _error(attempt: AttemptDir, otherwise: str | None) -> str | None:
@@ -111,6 +142,7 @@ def _history(run: RunDir, *, until: AttemptDir) -> list[Ended]:
                 step=facts["step"],
                 progressed=end > _checkpoint_at_start(attempt),
                 error=_error(attempt, facts["error"]),
+                bad_nodes=found.to_exclude if (found := read_verdict(attempt)) else {},
             )
         )
     return history

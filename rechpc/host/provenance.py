@@ -8,6 +8,7 @@ import functools
 import hashlib
 import os
 import platform
+import re
 import shutil
 import socket
 import subprocess
@@ -18,11 +19,26 @@ from pathlib import Path
 from typing import Any
 
 import rechpc
+from rechpc.config import RunConfig
+from rechpc.errors import ConfigError
 from rechpc.rundir import RunDir, write_json
 
 _PACKAGE = Path(rechpc.__file__).resolve().parent
 _DISTRIBUTIONS = ("hydra-core", "omegaconf", "submitit")
 _VARIABLES = ("CONDA_PREFIX", "LANG", "LOADEDMODULES", "ROCM_PATH", "SLURM_CLUSTER_NAME", "TZ", "VIRTUAL_ENV")
+_SECRET = re.compile(r"(?i)\b(\w+_)?(token|secret|passw(or)?d|(api_?|access_)?key|credentials?)(_\w+)?(?==|$)")
+
+
+def check_secrets(config: RunConfig) -> None:
+    """Raise ConfigError for what looks like a secret and would be written to `config.yaml` and the batch script."""
+    places = [("container.env", name) for name in config.container.env]
+    places += [("job.setup", word) for line in config.job.setup for word in line.split() if "=" in word]
+    for key, text in places:
+        if match := _SECRET.search(text):
+            raise ConfigError(
+                f"{key}: {match[0]} looks like a secret, and would be written to config.yaml and logs; have the "
+                "program read it from a file that only you can read"
+            )
 
 
 def write(run: RunDir) -> None:
@@ -38,6 +54,12 @@ def code_sha256() -> str:
     for path in sorted(_PACKAGE.rglob("*.py")):
         digest.update(str(path.relative_to(_PACKAGE)).encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()
+
+
+def versions() -> dict[str, str]:
+    """What the launcher is made of."""
+    own = {"rechpc": rechpc.__version__, "python": platform.python_version()}
+    return own | {name: metadata.version(name) for name in _DISTRIBUTIONS}
 
 
 def _facts() -> dict[str, Any]:

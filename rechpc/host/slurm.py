@@ -212,12 +212,12 @@ def cancel(job: Job) -> None:
 
 def requeue() -> None:
     """Have the job that this process belongs to start again; Slurm ends what is left of it now."""
-    job_id = _job_id()
+    own_id = job_id()
     try:
-        tell("scontrol", "requeue", job_id)
+        tell("scontrol", "requeue", own_id)
     except LaunchError as error:
         raise LaunchError(
-            f"job {job_id} should start again, but {error}; this site may forbid it (JobRequeue=0, --no-requeue): "
+            f"job {own_id} should start again, but {error}; this site may forbid it (JobRequeue=0, --no-requeue): "
             "go on with python -m rechpc.submit resume=RUN_DIR"
         ) from error
 
@@ -295,10 +295,10 @@ def placement(launcher: Launcher, run: RunDir) -> Placement:
 
 def _slurm_attempt_name() -> str:
     # The count is unset in the first start of a job.
-    return f"{_job_id()}.{os.environ.get('SLURM_RESTART_COUNT', '0')}"
+    return f"{job_id()}.{os.environ.get('SLURM_RESTART_COUNT', '0')}"
 
 
-def _job_id() -> str:
+def job_id() -> str:
     """The id of this job as `submit` knew it: an element of an array has one of its own beside it."""
     array, element = (os.environ.get(f"SLURM_ARRAY_{name}_ID") for name in ("JOB", "TASK"))
     return f"{array}_{element}" if array else os.environ["SLURM_JOB_ID"]

@@ -28,7 +28,9 @@ from types import FrameType
 from rechpc import lifeline, topology
 from rechpc.config import ContainerRuntime, Device, JobConfig, NumaBinding, RunConfig
 from rechpc.errors import LaunchError, RechpcError
+from rechpc.findings import has_preflight
 from rechpc.host import container, hang, slurm
+from rechpc.host.preflight import NodeStage
 from rechpc.rules import load
 from rechpc.rundir import AttemptDir, Outcome, RunDir, StopReason, read_json, write_json
 
@@ -43,6 +45,7 @@ class Rendezvous:
 
     host: str
     port: int
+    check_port: int = 0  # where preflight tries whether node 0 can be reached
 
 
 @dataclass(frozen=True)
@@ -64,8 +67,11 @@ class HostTask:
             lifeline.die_with(here.parent_pid)
         if run.result_path.exists():  # Slurm requeues a preempted job that has just ended
             return str(Outcome.finished)
-        container.check_runtime(config.container, config.cluster.binds)
+        if not has_preflight(config):  # which names the node
+            container.check_runtime(config.container, config.cluster.binds)
         attempt, rendezvous = _begin(run, config, here)
+        if has_preflight(config):
+            _preflight(run, config, attempt, here, rendezvous, stop)
         identifying = threading.Thread(target=_record_image, args=(run, attempt, config), daemon=True)
         if here.node_rank == 0 and config.container.image:
             identifying.start()  # beside the run: it may have to read the whole image
@@ -105,22 +111,67 @@ def command(
     rendezvous: Rendezvous | None = None,
 ) -> list[str]:
     """The command that starts the ranks of one node, with every variable that is set for them."""
+    inner = torchrun_argv(config, run, attempt_name=attempt_name, node_rank=node_rank, rendezvous=rendezvous)
+    return contained(run, config, inner, attempt_name=attempt_name)
+
+
+def contained(run: RunDir, config: RunConfig, inner: list[str], *, attempt_name: str) -> list[str]:
+    """The command that runs `inner` where ranks run, with what they get: the container, its binds, the variables."""
+    env = _contained_environment(run, config, attempt_name=attempt_name)
+    binds = [str(run.path), *([config.data.path] if config.data.path else []), *config.cluster.binds]
+    return container.argv(config.container, inner, env=env, binds=binds, gpu=config.cluster.device is Device.cuda)
+
+
+def _contained_environment(run: RunDir, config: RunConfig, *, attempt_name: str) -> dict[str, str]:
     env = rank_environment(config, os.environ, code_path=run.code_path, cpus=topology.num_cpus())
     caches = _cache_path(attempt_name)
     if config.container.runtime is not ContainerRuntime.none:
         # Compiled kernels: in a home that all nodes share they cost a lock and go stale; see docs/container.md.
         names = ("MIOPEN_USER_DB_PATH", "MIOPEN_CUSTOM_CACHE_DIR", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
         env = {name: f"{caches}/{name.lower()}" for name in names} | env
-    binds = [str(run.path), *([config.data.path] if config.data.path else []), *config.cluster.binds]
-    inner = torchrun_argv(config, run, attempt_name=attempt_name, node_rank=node_rank, rendezvous=rendezvous)
-    return container.argv(config.container, inner, env=env, binds=binds, gpu=config.cluster.device is Device.cuda)
+    if has_preflight(config) and config.cluster.device is Device.cuda:
+        # RCCL says which transport it takes in these words alone, once, when it sets itself up; it fills in %h and %p.
+        log = run.attempt(attempt_name).preflight_folder / "rccl-%h-%p.log"
+        env = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET", "NCCL_DEBUG_FILE": str(log)} | env
+    return env
+
+
+def _preflight(
+    run: RunDir,
+    config: RunConfig,
+    attempt: AttemptDir,
+    here: slurm.Placement,
+    rendezvous: Rendezvous | None,
+    stop: "_StopSignals",
+) -> None:
+    """Check this node; raises LaunchError, on node 0 with an outcome written, where one of the nodes fails."""
+    python = _python(config)
+
+    def probe(out: Path) -> list[str]:
+        inner = [python, "-u", "-m", "rechpc.rank.probe", str(run.path), str(out)]
+        return contained(run, config, inner, attempt_name=attempt.name)
+
+    try:
+        NodeStage(config, attempt, here).run(
+            probe,
+            env=_contained_environment(run, config, attempt_name=attempt.name),
+            meet=(rendezvous.host, rendezvous.check_port) if rendezvous else None,
+            stopped=lambda: stop.reason is not None,
+        )
+    except LaunchError as error:
+        if here.node_rank == 0:
+            ensure_outcome(attempt, run, str(error))
+        raise
+
+
+def _python(config: RunConfig) -> str:
+    return sys.executable if config.container.runtime is ContainerRuntime.none else "python"
 
 
 def torchrun_argv(
     config: RunConfig, run: RunDir, *, attempt_name: str, node_rank: int = 0, rendezvous: Rendezvous | None = None
 ) -> list[str]:
     """torchrun and the ranks behind it; `rendezvous` is needed by more than one node only."""
-    python = sys.executable if config.container.runtime is ContainerRuntime.none else "python"
     if rendezvous is None:
         # Port 0 lets the system choose a free one, which torchrun passes on; tried with torch 2.13, also where the
         # host name does not resolve. --standalone would look the host name up.
@@ -131,7 +182,7 @@ def torchrun_argv(
     binding = config.cluster.numa_binding
     bind = [] if binding is NumaBinding.none else ["--numa-binding", str(binding)]
     return [
-        *(python, "-u", "-m", "torch.distributed.run"),
+        *(_python(config), "-u", "-m", "torch.distributed.run"),
         *("--nnodes", str(config.machines), "--nproc-per-node", str(config.world_size // config.machines), *meet, *bind),
         *("-m", "rechpc.train", str(run.path), "--attempt", attempt_name),
     ]
@@ -192,7 +243,11 @@ def _begin(run: RunDir, config: RunConfig, here: slurm.Placement) -> tuple[Attem
     if config.machines == 1:
         return attempt, None
     if here.node_rank == 0:
-        rendezvous = Rendezvous(host=_address(here.node_name), port=_free_port(here.attempt_name))
+        rendezvous = Rendezvous(
+            host=_address(here.node_name),
+            port=_free_port(here.attempt_name),
+            check_port=_free_port(f"{here.attempt_name} preflight"),
+        )
         write_json(attempt.rendezvous_path, asdict(rendezvous))
         return attempt, rendezvous
     give_up_at = time.monotonic() + _JOIN_TIMEOUT_S

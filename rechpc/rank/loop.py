@@ -18,7 +18,7 @@ import torch.distributed as dist
 from rechpc import lifeline
 from rechpc.config import DataKind, RunConfig
 from rechpc.errors import ConfigError, DataError, TrainingError
-from rechpc.rank import breakdown, process
+from rechpc.rank import breakdown, process, together
 from rechpc.rank.blocks import Source
 from rechpc.rank.data import GlobalBatches, open_checked
 from rechpc.rank.metrics import Scores, gather_predictions, score
@@ -54,8 +54,11 @@ def run_attempt(config: RunConfig, run: RunDir, attempt: AttemptDir, env: RankEn
     with contextlib.ExitStack() as stack:
         if env.rank == 0:
             stack.enter_context(lifeline.lock(run))
-        here = stack.enter_context(process.start(config, env))
+        here = stack.enter_context(together.start(config, attempt, env))
         report = Report(run, attempt, here)
+        if config.preflight.only:
+            report.end(Outcome.finished, step=0, checkpoint_step=None)
+            return Outcome.finished
         parts = breakdown.on(here.device)
         stack.enter_context(parts.counting_waits())
         loop = _Loop(config, run, attempt, here, report, parts)

@@ -31,6 +31,8 @@ ON_CLUSTER = (
     f"runs_root={SCRATCH}/runs",
     "job.ranks_per_node=2",
     "job.signal_lead_s=20",
+    # It has tests of its own (test_preflight.py), and one more import of torch takes a run's start half as long again.
+    "preflight.enabled=false",
 )
 _PATIENCE_S = 240.0
 

@@ -137,7 +137,7 @@ def test_a_launcher_that_refuses_leaves_no_run_directory(command, monkeypatch):
 
 def test_without_slurm_nothing_is_written_and_a_login_node_is_asked_for(command, monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
-    monkeypatch.setattr(submit, "_check_shared", lambda root: None)  # the temporary directory would be refused
+    monkeypatch.setattr(submit, "check_shared", lambda root: None)  # the temporary directory would be refused
     code, out, err = command("cluster=slurm", "runs_root=runs")
     assert (code, out) == (2, "")
     assert err.startswith("cluster.launcher=slurm: sbatch is not on the PATH; go to a login node")

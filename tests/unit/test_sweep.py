@@ -36,7 +36,7 @@ def command(monkeypatch, tmp_path, capsys):
     """Run rechpc.submit in this process, in an empty directory: exit status, stdout, stderr."""
     (tmp_path / "cwd").mkdir()
     monkeypatch.chdir(tmp_path / "cwd")
-    monkeypatch.setattr(submit, "_check_shared", lambda root: None)  # the temporary directory would be refused
+    monkeypatch.setattr(submit, "check_shared", lambda root: None)  # the temporary directory would be refused
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
 
     def run(*arguments):
