@@ -488,3 +488,4 @@ class CommandConfig(RunConfig):
     sweep: SweepConfig = field(default_factory=SweepConfig)
     force: bool = option(False, "submit although no plan fits")
     out: str | None = option(None, "rechpc.plan: where to write plan.json too")
+    discover: bool = option(False, "rechpc.preflight: print what this node has, as a file of conf/cluster")

@@ -14,7 +14,7 @@ from rechpc.rundir import AttemptDir, read_json, write_json
 
 def has_preflight(config: RunConfig) -> bool:
     """Whether a run is checked before it starts."""
-    return config.preflight.only or (config.preflight.enabled and config.job.nodes > 1)
+    return config.preflight.only or (config.preflight.enabled and config.machines > 1)
 
 
 class Level(StrEnum):

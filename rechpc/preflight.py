@@ -17,6 +17,7 @@ from rechpc.errors import ConfigError, LaunchError
 from rechpc.findings import Finding, Level, Report, problems, read_verdict, render
 from rechpc.follow import Interrupts, follow
 from rechpc.host import container, provenance, slurm
+from rechpc.host.discover import discover
 from rechpc.host.preflight import line_for_administrators
 from rechpc.rundir import RunDir
 from rechpc.state import excluded_nodes, shown
@@ -26,12 +27,16 @@ python -m rechpc.preflight cluster=CLUSTER job.nodes=N [KEY=VALUE ...]
 
 Check the login node, then every node of a job of N nodes, then the network between them; takes a minute, trains
 nothing. Give it the overrides of the run that it is for. A run of several nodes does the same by itself when it
-starts; preflight.enabled=false leaves that out. All keys: preflight.* in rechpc/config.py; docs/preflight.md.
+starts; preflight.enabled=false leaves that out. discover=true, on a compute node, prints what it has as a file of
+conf/cluster to start from (docs/add-your-cluster.md). All keys: preflight.* in rechpc/config.py; docs/preflight.md.
 """
 
 
 def main(command: CommandConfig, overrides: list[str]) -> int:
     """Check the login node; then submit the checks of the nodes, follow them and show what they found."""
+    if command.discover:
+        print(discover(), end="")
+        return 0
     if command.resume or command.stage:
         raise ConfigError("resume, stage: preflight is a run of its own; leave them out")
     named = any(override.startswith("name=") for override in overrides)

@@ -41,7 +41,7 @@ def check(config: RunConfig, sight: Sight, *, env: Mapping[str, str]) -> list[Fi
 
 def _runtime(config: RunConfig) -> Finding:
     try:
-        container.check_runtime(config.container)
+        container.check_runtime(config.container, config.cluster.binds)
         container.check(config.container)
     except ConfigError as error:
         return Finding(check="container", level=Level.failed, text=str(error))

@@ -181,18 +181,20 @@ def torchrun_argv(
         meet = ["--node-rank", str(node_rank), "--master-addr", rendezvous.host, "--master-port", str(rendezvous.port)]
     binding = config.cluster.numa_binding
     bind = [] if binding is NumaBinding.none else ["--numa-binding", str(binding)]
+    ranks_here = config.world_size // config.machines
     return [
         *(_python(config), "-u", "-m", "torch.distributed.run"),
-        *("--nnodes", str(config.machines), "--nproc-per-node", str(config.world_size // config.machines), *meet, *bind),
+        *("--nnodes", str(config.machines), "--nproc-per-node", str(ranks_here), *meet, *bind),
         *("-m", "rechpc.train", str(run.path), "--attempt", attempt_name),
     ]
 
 
 def rank_environment(config: RunConfig, host: Mapping[str, str], *, code_path: Path, cpus: int) -> dict[str, str]:
     """The variables that are set for the ranks; those of the cluster win, and `container.env` over them."""
+    threads = len(topology.bound_cpus(config, 0)) or max(1, cpus * config.machines // config.world_size)
     env = {
         # Unset, two ranks on two cores ran 2.8 times slower: each takes a thread per core and spins while it waits.
-        "OMP_NUM_THREADS": str(len(topology.bound_cpus(config, 0)) or max(1, cpus * config.machines // config.world_size)),
+        "OMP_NUM_THREADS": str(threads),
         "OMP_WAIT_POLICY": "PASSIVE",
         # glibc gives large arrays back to the system after every step and gets them anew page by page: 1.1 to 1.3
         # times slower from a batch of 8,192 a step on. Kept, they cost what a step needs at its peak. Tried with glibc
