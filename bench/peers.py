@@ -299,10 +299,11 @@ class Contest:
         dist.all_reduce(losses)
         peer = (losses / self._env.world_size).tolist()
         if self._env.rank == 0:
-            records = [r for r in self._run.metrics() if "loss" in r]
+            records = [r for r in self._run.metrics() if "loss" in r]  # each the mean since the one before
+            steps = np.diff([0, *(r["step"] for r in records)])
             ours = [r["loss"] for r in records]
-            means = {"peer_loss": statistics.mean(peer), "ours_loss": statistics.mean(ours)}
-            tail = {"peer_last_loss": statistics.mean(peer[-10:]), "ours_last_loss": ours[-1]}
+            means = {"peer_loss": statistics.mean(peer), "ours_loss": float(np.average(ours, weights=steps))}
+            tail = {"peer_last_loss": statistics.mean(peer[-int(steps[-1]) :]), "ours_last_loss": ours[-1]}
             Path(self._settings["answer"]).write_text(json.dumps({**means, **tail, "pairs": self._pairs}))
 
 

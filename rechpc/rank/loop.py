@@ -172,7 +172,9 @@ class _Loop:
             )
             reason = self._take(pulse)
             due = self.saver.due(self.state.step)
-            if due or reason is not None or self.state.step == end:
+            # The sums of the last step of warm-up are waited for: what is timed begins at its end.
+            warm = self.state.step + 1 == self._first_timed_step
+            if due or warm or reason is not None or self.state.step == end:
                 reason = self._take(self._pulse.flush()) or reason
             if due or reason is not None:
                 self._save()
