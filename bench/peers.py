@@ -42,7 +42,7 @@ sys.path.insert(0, str(ROOT))
 from rechpc import config as c  # noqa: E402
 from rechpc.host.task import rank_environment  # noqa: E402
 from rechpc.prepare.convert import prepare  # noqa: E402
-from rechpc.rank import loop, process  # noqa: E402
+from rechpc.rank import breakdown, loop, process  # noqa: E402
 from rechpc.rank.data import GlobalBatches, open_splits  # noqa: E402
 from rechpc.rank.model import build  # noqa: E402
 from rechpc.rank.optim import Optimizers, fuse_sparse  # noqa: E402
@@ -269,7 +269,7 @@ class Contest:
         attempt = self._run.attempt("bench.0")
         report = Report(self._run, attempt, here)
         self.ours_runs = True  # it settles
-        ours = loop._Loop(self._config, self._run, attempt, here, report)
+        ours = loop._Loop(self._config, self._run, attempt, here, report, breakdown.on(here.device))
         self.ours_runs = False
         sizes = [
             sum(p.numel() for n, p in m.named_parameters() if "embedding_bags" not in n) for m in (peer, ours._model)

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 from rechpc import manifest, rules
-from rechpc.config import KeepBest
+from rechpc.choices import KeepBest
 from rechpc.errors import CheckpointError, ConfigError, RechpcError
 from rechpc.rundir import RunDir
 from rechpc.state import duration

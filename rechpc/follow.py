@@ -10,7 +10,7 @@ import time
 from dataclasses import dataclass, field
 from types import FrameType
 
-from rechpc.config import Launcher
+from rechpc.choices import Launcher
 from rechpc.errors import LaunchError
 from rechpc.host import slurm
 from rechpc.rundir import RunDir, StopReason

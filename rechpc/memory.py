@@ -6,19 +6,17 @@ The planner's answer (`plan.json`) also knows buffers and needs torch; this one 
 from dataclasses import dataclass
 
 from rechpc import topology
-from rechpc.config import (
-    ClusterConfig,
+from rechpc.choices import (
     DenseOptimizer,
     Device,
     Interaction,
     Kernel,
     Launcher,
-    RunConfig,
     ShardingType,
     SparseOptimizer,
-    Table,
     TablePrecision,
 )
+from rechpc.config import ClusterConfig, RunConfig, Table
 from rechpc.errors import ConfigError
 
 _FLOAT_BYTES = 4

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from rechpc import memory
-from rechpc.config import DataKind, Device, Kernel, RunConfig, ShardingType
+from rechpc.choices import DataKind, Device, Kernel, ShardingType
+from rechpc.config import RunConfig
 from rechpc.dataset import read_index
 
 Plan = dict[str, Any]

@@ -12,7 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from rechpc import compose, submit
-from rechpc.config import CommandConfig, ContainerRuntime, Launcher, RunConfig
+from rechpc.choices import ContainerRuntime, Launcher
+from rechpc.config import CommandConfig, RunConfig
 from rechpc.errors import ConfigError, LaunchError
 from rechpc.findings import Finding, Level, Report, problems, read_verdict, render
 from rechpc.follow import Interrupts, follow

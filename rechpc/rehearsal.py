@@ -8,18 +8,14 @@ import glob
 from dataclasses import replace
 from typing import TypeVar
 
+from rechpc.choices import Device, Kernel, Launcher, Precision, ShardingType
 from rechpc.config import (
     CheckpointConfig,
     ClusterConfig,
     DataConfig,
-    Device,
-    Kernel,
-    Launcher,
-    Precision,
     RehearsalConfig,
     RunConfig,
     ShardingConfig,
-    ShardingType,
     TableSharding,
     TrainerConfig,
 )

@@ -16,12 +16,8 @@ from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 from yaml import YAMLError
 
-from rechpc.config import (
-    AUTO,
-    ClusterConfig,
-    CommandConfig,
+from rechpc.choices import (
     ContainerRuntime,
-    DataConfig,
     DataKind,
     Device,
     IdMapping,
@@ -30,12 +26,11 @@ from rechpc.config import (
     Launcher,
     NumaBinding,
     Precision,
-    RunConfig,
     ShardingType,
     SparseOptimizer,
     TablePrecision,
-    TableSharding,
 )
+from rechpc.config import AUTO, ClusterConfig, CommandConfig, DataConfig, RunConfig, TableSharding
 from rechpc.errors import ConfigError
 
 COLUMN_CUT = {ShardingType.column_wise, ShardingType.grid_shard}

@@ -11,7 +11,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from rechpc.config import Launcher
+from rechpc.choices import Launcher
 from rechpc.errors import ConfigError
 from rechpc.findings import read_verdict
 from rechpc.host import slurm

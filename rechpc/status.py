@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from rechpc import table
-from rechpc.config import Launcher
+from rechpc.choices import Launcher
 from rechpc.errors import ConfigError, LaunchError, RechpcError
 from rechpc.host import slurm
 from rechpc.rundir import RunDir, StopReason

@@ -11,7 +11,8 @@ import sys
 from pathlib import Path
 
 from rechpc import compose, manifest, memory, rehearsal
-from rechpc.config import CommandConfig, DataKind, Device, Launcher, RunConfig
+from rechpc.choices import DataKind, Device, Launcher
+from rechpc.config import CommandConfig, RunConfig
 from rechpc.dataset import check_index, read_index
 from rechpc.errors import CheckpointError, ConfigError, DataError
 from rechpc.follow import Interrupts, follow

@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rechpc import table
+from rechpc.choices import Launcher
 from rechpc.compose import Combination
-from rechpc.config import CommandConfig, Launcher, RunConfig
+from rechpc.config import CommandConfig, RunConfig
 from rechpc.dataset import INDEX_NAME
 from rechpc.errors import ConfigError, LaunchError
 from rechpc.follow import Interrupts, follow

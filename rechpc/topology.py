@@ -9,7 +9,8 @@ import socket
 from dataclasses import dataclass
 from pathlib import Path
 
-from rechpc.config import ClusterConfig, Device, RunConfig
+from rechpc.choices import Device
+from rechpc.config import ClusterConfig, RunConfig
 from rechpc.errors import LaunchError
 
 GIB = 1 << 30

@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rechpc.config import Launcher, RunConfig
+from rechpc.choices import Launcher
+from rechpc.config import RunConfig
 from rechpc.host import slurm
 from rechpc.rundir import RunDir, new_id, write_text
 

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from rechpc import compat
-from rechpc.config import ContainerConfig, ContainerRuntime
+from rechpc.choices import ContainerRuntime
+from rechpc.config import ContainerConfig
 from rechpc.errors import ConfigError
 from rechpc.rundir import read_json
 

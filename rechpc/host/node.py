@@ -11,7 +11,8 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from rechpc.config import Device, RunConfig
+from rechpc.choices import Device
+from rechpc.config import RunConfig
 from rechpc.errors import ConfigError
 from rechpc.findings import Finding, Level, finding
 from rechpc.host import container

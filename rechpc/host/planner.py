@@ -17,7 +17,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rechpc.config import ContainerRuntime, RunConfig
+from rechpc.choices import ContainerRuntime
+from rechpc.config import RunConfig
 from rechpc.errors import ConfigError, LaunchError
 from rechpc.host import container
 from rechpc.planned import made_for

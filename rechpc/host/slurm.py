@@ -21,7 +21,8 @@ from typing import Any
 import submitit
 from submitit.slurm.slurm import _make_sbatch_string
 
-from rechpc.config import Device, GpuRequest, Launcher, RunConfig
+from rechpc.choices import Device, GpuRequest, Launcher
+from rechpc.config import RunConfig
 from rechpc.errors import ConfigError, LaunchError
 from rechpc.rundir import AttemptDir, RunDir, read_json, write_json
 
@@ -108,10 +109,8 @@ def check(run: RunDir, config: RunConfig) -> None:
         if name in _OWN_OPTIONS:
             raise ConfigError(f"{key}: rechpc sets --{name} itself; leave it out")
         if name in ("gres", "gpus-per-node") and config.cluster.gpu_request is not GpuRequest.none:
-            raise ConfigError(
-                f"{key}: cluster.gpu_request={config.cluster.gpu_request} asks for GPUs already; "
-                "set cluster.gpu_request=none to ask in your own words"
-            )
+            asked = f"cluster.gpu_request={config.cluster.gpu_request} asks for GPUs already"
+            raise ConfigError(f"{key}: {asked}; set cluster.gpu_request=none to ask in your own words")
 
 
 def submit(task: Callable[[], str], *, run: RunDir, config: RunConfig) -> Job:

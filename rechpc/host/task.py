@@ -26,7 +26,8 @@ from pathlib import Path
 from types import FrameType
 
 from rechpc import lifeline, topology
-from rechpc.config import ContainerRuntime, Device, JobConfig, NumaBinding, RunConfig
+from rechpc.choices import ContainerRuntime, Device, NumaBinding
+from rechpc.config import JobConfig, RunConfig
 from rechpc.errors import LaunchError, RechpcError
 from rechpc.findings import has_preflight
 from rechpc.host import container, hang, slurm
@@ -196,9 +197,8 @@ def rank_environment(config: RunConfig, host: Mapping[str, str], *, code_path: P
         # Unset, two ranks on two cores ran 2.8 times slower: each takes a thread per core and spins while it waits.
         "OMP_NUM_THREADS": str(threads),
         "OMP_WAIT_POLICY": "PASSIVE",
-        # glibc gives large arrays back to the system after every step and gets them anew page by page: 1.1 to 1.3
-        # times slower from a batch of 8,192 a step on. Kept, they cost what a step needs at its peak. Tried with glibc
-        # 2.36.
+        # glibc gives large arrays back to the system after every step and gets them anew page by page: 5,410 page
+        # faults a step that are gone when it keeps them (glibc 2.36); kept, they cost what a step needs at its peak.
         "MALLOC_MMAP_THRESHOLD_": str(4 << 30),
         "MALLOC_TRIM_THRESHOLD_": str(8 << 30),
         "MALLOC_TOP_PAD_": str(128 << 20),

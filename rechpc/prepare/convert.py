@@ -19,7 +19,8 @@ import polars as pl
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rechpc.config import DataConfig, IdMapping
+from rechpc.choices import IdMapping
+from rechpc.config import DataConfig
 from rechpc.dataset import Index, Split, write_index
 from rechpc.errors import ConfigError, DataError
 from rechpc.prepare import layout, sources

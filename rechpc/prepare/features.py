@@ -22,7 +22,8 @@ import numpy as np
 import polars as pl
 import pyarrow as pa
 
-from rechpc.config import DataConfig, DenseTransform, IdMapping, SparseFeature
+from rechpc.choices import DenseTransform, IdMapping
+from rechpc.config import DataConfig, SparseFeature
 from rechpc.prepare.rows import LABEL
 
 # Distinct values, over all vocabularies, that are counted in memory: 16 bytes each, and thrice that while they are

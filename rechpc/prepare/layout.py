@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from rechpc.config import DataConfig, DataKind
+from rechpc.choices import DataKind
+from rechpc.config import DataConfig
 from rechpc.errors import ConfigError
 from rechpc.prepare import criteo, sources
 

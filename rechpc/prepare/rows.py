@@ -14,7 +14,8 @@ import numpy.typing as npt
 import polars as pl
 import pyarrow as pa
 
-from rechpc.config import BadRows, DataConfig, IdMapping, SparseFeature
+from rechpc.choices import BadRows, IdMapping
+from rechpc.config import DataConfig, SparseFeature
 from rechpc.errors import DataError
 
 LABEL = "label"

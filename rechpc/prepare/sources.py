@@ -16,7 +16,8 @@ import pyarrow as pa
 import pyarrow.csv as pa_csv
 import pyarrow.parquet as pa_parquet
 
-from rechpc.config import DataConfig, DataKind
+from rechpc.choices import DataKind
+from rechpc.config import DataConfig
 from rechpc.errors import ConfigError, DataError
 from rechpc.prepare import criteo
 from rechpc.prepare.rows import LABEL, Finding, Judge, Rows

@@ -24,7 +24,8 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import ShardedTensor
 
 from rechpc import dataset, manifest
-from rechpc.config import CheckpointConfig, DataKind, RunConfig
+from rechpc.choices import DataKind
+from rechpc.config import CheckpointConfig, RunConfig
 from rechpc.errors import CheckpointError, RechpcError, TrainingError
 from rechpc.manifest import RNG, Block, File, Manifest, Tensor
 from rechpc.rank import reading

@@ -21,7 +21,8 @@ import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.streamable import Pipelineable
 
-from rechpc.config import DataConfig, DataKind
+from rechpc.choices import DataKind
+from rechpc.config import DataConfig
 from rechpc.dataset import Index, check_index, check_sha256, read_index
 from rechpc.errors import DataError
 from rechpc.rank.blocks import Block, Source, check, gather, one_each, pad

@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 
 from rechpc import lifeline
-from rechpc.config import DataKind, RunConfig
+from rechpc.choices import DataKind
+from rechpc.config import RunConfig
 from rechpc.errors import ConfigError, DataError, TrainingError
 from rechpc.rank import breakdown, process, together
 from rechpc.rank.blocks import Source

@@ -17,7 +17,8 @@ from torchrec.models.dlrm import DLRM, DLRM_DCN
 from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
-from rechpc.config import DataConfig, Interaction, ModelConfig, TablePrecision
+from rechpc.choices import Interaction, TablePrecision
+from rechpc.config import DataConfig, ModelConfig
 from rechpc.rank.data import Batch
 
 Output = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]

@@ -14,7 +14,8 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
-from rechpc.config import DenseOptimizer, OptimizerConfig, SparseOptimizer
+from rechpc.choices import DenseOptimizer, SparseOptimizer
+from rechpc.config import OptimizerConfig
 from rechpc.rank.model import WeightedLoss
 
 _TABLE_KEY = ".embedding_bags."

@@ -34,17 +34,8 @@ from torchrec.distributed.types import CacheParams, ParameterSharding
 from torchrec.modules.embedding_configs import DataType
 
 from rechpc import memory, topology
-from rechpc.config import (
-    Device,
-    Kernel,
-    Pooling,
-    Precision,
-    RunConfig,
-    ShardingType,
-    SparseOptimizer,
-    Table,
-    TablePrecision,
-)
+from rechpc.choices import Device, Kernel, Pooling, Precision, ShardingType, SparseOptimizer, TablePrecision
+from rechpc.config import RunConfig, Table
 from rechpc.errors import ConfigError, RechpcError
 from rechpc.planned import FORMAT, Plan, made_for, pooling_factors
 from rechpc.rank.model import WeightedLoss, build

@@ -16,7 +16,8 @@ from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
 
-from rechpc.config import Device, RunConfig
+from rechpc.choices import Device
+from rechpc.config import RunConfig
 from rechpc.errors import LaunchError
 from rechpc.findings import Finding, Level, finding
 from rechpc.rules import load

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from rechpc.choices import Device
 from rechpc.compat import Versions, warning
-from rechpc.config import Device, RunConfig
+from rechpc.config import RunConfig
 from rechpc.errors import LaunchError
 from rechpc.topology import RankEnv, check_gpu
 

@@ -22,7 +22,8 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 
 import rechpc
 from rechpc import manifest
-from rechpc.config import AUTO, KeepBest, RunConfig
+from rechpc.choices import KeepBest
+from rechpc.config import AUTO, RunConfig
 from rechpc.errors import CheckpointError, RechpcError
 from rechpc.rank import checkpoint
 from rechpc.rank.optim import Optimizers

@@ -20,7 +20,8 @@ from torchrec.distributed.types import (
     ShardingPlan,
 )
 
-from rechpc.config import Device, RunConfig
+from rechpc.choices import Device
+from rechpc.config import RunConfig
 from rechpc.errors import ConfigError, RechpcError
 from rechpc.planned import Plan, made_for, render
 from rechpc.rank.data import Batch

@@ -20,7 +20,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rechpc.config import Device, RunConfig
+from rechpc.choices import Device
+from rechpc.config import RunConfig
 from rechpc.errors import LaunchError
 from rechpc.findings import TOGETHER, Finding, Level, Report, Verdict, finding, has_preflight, read_verdict
 from rechpc.rank import process, transport
