@@ -5,6 +5,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+# Files side by side, for most of these tests wait or use one core; whole runs and the test cluster have two to themselves.
+TWO_AT_ONCE := $(BIN)/python -m pytest -n 2 --dist loadfile
 LISTS := containers/pins.txt containers/torchrec.txt tests/requirements.txt
 
 .PHONY: help setup train test test-fast test-cluster cluster-build lint cluster-up cluster-down clean
@@ -43,11 +45,12 @@ lint: setup
 	$(BIN)/lint-imports
 
 test-fast: lint
-	$(BIN)/python -m pytest tests/unit tests/distributed --ignore tests/distributed/test_attempt.py \
+	$(TWO_AT_ONCE) tests/unit tests/distributed --ignore tests/distributed/test_attempt.py \
 	  --ignore tests/distributed/test_kill.py
 
 test: lint cluster-build
-	$(BIN)/python -m pytest tests/unit tests/distributed tests/local tests/packaging tests/container tests/slurm
+	$(TWO_AT_ONCE) tests/unit tests/distributed
+	$(BIN)/python -m pytest tests/local tests/packaging tests/container tests/slurm
 
 test-cluster: lint cluster-build
 	$(BIN)/python -m pytest tests/container tests/slurm
