@@ -326,7 +326,8 @@ def _sbatch_parameters(run: RunDir, config: RunConfig) -> dict[str, Any]:
     exclusive = ranks == config.cluster.ranks_per_node if job.exclusive is None else job.exclusive
     cpus = None if exclusive and job.cpus_per_rank is None else ranks * (job.cpus_per_rank or 1)
     request = config.cluster.gpu_request
-    finish = f"{shlex.quote(sys.executable)} -m rechpc.host.finish {shlex.quote(str(run.path))} --status $?"
+    # In the place of the shell, which would die of the SIGTERM of a requeue and take what follows one with it.
+    finish = f"exec {shlex.quote(sys.executable)} -m rechpc.host.finish {shlex.quote(str(run.path))} --status $?"
     parameters: dict[str, Any] = {
         "job_name": config.name,
         **{name: getattr(job, name) for name in ("partition", "account", "qos", "constraint", "nodelist", "exclude")},

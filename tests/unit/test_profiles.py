@@ -25,7 +25,8 @@ from tests.configs import changed, compose
 
 GOLDEN = Path(__file__).with_name("golden")
 RUN = RunDir(Path("/runs/dlrm/RUN_ID"))
-PROFILES = sorted(path.stem for path in (CONF_PATH / "cluster").glob("*.yaml") if path.stem not in ("local", "slurm"))
+NO_PROFILES = ("local", "slurm", "rehearsal")  # no hardware of their own
+PROFILES = sorted(path.stem for path in (CONF_PATH / "cluster").glob("*.yaml") if path.stem not in NO_PROFILES)
 IMAGE = ("container=apptainer", "container.image=/images/rechpc.sif", "trainer.global_batch=2048")
 
 

@@ -58,7 +58,7 @@ srun --unbuffered --output /runs/dlrm/RUN_ID/submission/%j_%t_log.out \
 
 
 # teardown
-@PYTHON -m rechpc.host.finish /runs/dlrm/RUN_ID --status $?"""
+exec @PYTHON -m rechpc.host.finish /runs/dlrm/RUN_ID --status $?"""
 SLURM_2_NODES = ["cluster=slurm", "job.nodes=2", "job.time_limit_min=60", "job.signal_lead_s=90"]
 
 
