@@ -73,6 +73,8 @@ def login(config: RunConfig) -> list[Finding]:
         checks["run directory"] = lambda: submit.check_shared(Path(config.runs_root))
         checks["Slurm"] = lambda: slurm.check_site(planned, config)
     found = [Finding(check="versions", level=Level.ok, text=_versions(config))]
+    if line := container.warning(config.container):
+        found.append(Finding(check="versions in the image", level=Level.warning, text=line))
     for name, check in checks.items():
         try:
             check()

@@ -13,10 +13,10 @@ import socket
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
-from importlib import metadata
 from pathlib import Path
 
 from rechpc.choices import Device
+from rechpc.compat import Versions, warning
 from rechpc.config import RunConfig
 from rechpc.errors import LaunchError
 from rechpc.findings import Finding, Level, finding
@@ -102,9 +102,9 @@ def _kernels(config: RunConfig) -> Iterator[Finding]:
     import fbgemm_gpu  # noqa: PLC0415 - what is above must be said where this fails
     import torch  # noqa: PLC0415
 
-    from rechpc.rank import tbe  # noqa: PLC0415
+    from rechpc.rank import process, tbe  # noqa: PLC0415
 
-    yield Finding(check="versions", level=Level.ok, text=_versions(torch.__version__, torch.version.hip))
+    yield _together(process.versions(torch.device("cpu")))  # GPUs are looked at below
     if config.cluster.device is Device.cpu:
         for name in ("GPUs of torch", "code for the GPU"):
             yield Finding(check=name, level=Level.skipped, text="does not apply: cluster.device=cpu")
@@ -158,17 +158,15 @@ def code_for(arch: str, folder: Path) -> Finding:
     return finding("code for the GPU", None if arch in found else problem, good=", ".join(sorted(found)))
 
 
-def _versions(torch: str, hip: str | None) -> str:
-    found = {name: _version(name) for name in ("torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu")}
-    listed = ", ".join(f"{name} {version}" for name, version in found.items() if version)
-    return f"{socket.gethostname()}: torch {torch}, {f'ROCm {hip}, ' if hip else ''}{listed}"
-
-
-def _version(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
+def _together(found: Versions) -> Finding:
+    """The versions, and a warning where they do not belong together: it may work all the same."""
+    listed = [f"{name} {version}" for name, version in asdict(found).items() if isinstance(version, str)]
+    problem, here = warning(found), f"{socket.gethostname()}: {', '.join(listed)}"
+    return Finding(
+        check="versions",
+        level=Level.warning if problem else Level.ok,
+        text=f"{here}; {problem}" if problem else here,
+    )
 
 
 if __name__ == "__main__":

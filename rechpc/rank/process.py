@@ -54,8 +54,8 @@ class Process:
         return box
 
 
-def say_versions(device: torch.device) -> None:
-    """Write what this rank runs on into its log, and whether that belongs together."""
+def versions(device: torch.device) -> Versions:
+    """What this process imports and runs on."""
 
     def version(*names: str) -> str | None:
         for name in names:
@@ -64,13 +64,17 @@ def say_versions(device: torch.device) -> None:
         return None
 
     gpu = torch.cuda.get_device_properties(device) if device.type == "cuda" and torch.version.hip else None
-    found = Versions(
+    return Versions(
         torch=torch.__version__,
         fbgemm=version("fbgemm-gpu", "fbgemm-gpu-cpu", "fbgemm-gpu-rocm"),
         torchrec=version("torchrec"),
         rocm=torch.version.hip,
         archs=(gpu.gcnArchName.partition(":")[0],) if gpu else (),
     )
+
+
+def _say_versions(device: torch.device) -> None:
+    found = versions(device)
     logger.info("versions=%s", asdict(found))
     if line := warning(found):
         logger.warning(line)
@@ -98,7 +102,7 @@ def start(config: RunConfig, env: RankEnv) -> Iterator[Process]:
         arch = gpu.gcnArchName.partition(":")[0] if torch.version.hip else f"sm_{gpu.major}{gpu.minor}"
         check_gpu(config.cluster, arch=arch, memory_bytes=gpu.total_memory)
     if env.rank == 0:
-        say_versions(device)
+        _say_versions(device)
     # TorchRec finds the ranks of a node by this variable, and takes a node of 8 where it is unset; torchrun sets it to
     # the processes of this machine, which in a rehearsal plays all nodes.
     os.environ["LOCAL_WORLD_SIZE"] = str(config.ranks_per_node)
