@@ -197,8 +197,8 @@ def rank_environment(config: RunConfig, host: Mapping[str, str], *, code_path: P
         # Unset, two ranks on two cores ran 2.8 times slower: each takes a thread per core and spins while it waits.
         "OMP_NUM_THREADS": str(threads),
         "OMP_WAIT_POLICY": "PASSIVE",
-        # glibc gives large arrays back to the system after every step and gets them anew page by page: 5,410 page
-        # faults a step that are gone when it keeps them (glibc 2.36); kept, they cost what a step needs at its peak.
+        # glibc gives large arrays back to the system after every step and gets them anew page by page: 6 ms for 60 MB
+        # that are gone when it keeps them (2.36, docs/performance.md); kept, they cost what a step needs at its peak.
         "MALLOC_MMAP_THRESHOLD_": str(4 << 30),
         "MALLOC_TRIM_THRESHOLD_": str(8 << 30),
         "MALLOC_TOP_PAD_": str(128 << 20),
