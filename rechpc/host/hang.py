@@ -30,6 +30,7 @@ _FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
 # Where a rank waits for the others, or for its GPU: in a library, or for the sums of a step.
 _LIBRARIES = re.compile(r"/(torch|torchrec)/")
 SUMS = "flush"  # of rechpc.rank.loop
+_TIMES_OTHERS = "/rechpc/rank/breakdown.py"  # stands between every wait and who waits, and is never stuck itself
 _STATES = {"T": "stopped (SIGSTOP)", "D": "in an uninterruptible read or write", "Z": "dead"}
 
 
@@ -173,10 +174,13 @@ def suspects(seen: list[Seen]) -> list[Seen]:
 
 
 def main_frames(text: str) -> list[list[str]]:
-    """Frames of the main thread, innermost first, in what faulthandler wrote; it comes last there."""
+    """Frames of the main thread, innermost first, in what faulthandler wrote; it comes last there.
+
+    Without those that only time what others do.
+    """
     parts = _THREAD.split(text)
     frames = _FRAME.findall(parts[-1]) if len(parts) > 1 else []
-    return [[f"{path}:{line}", function] for path, line, function in frames]
+    return [[f"{path}:{line}", function] for path, line, function in frames if not path.endswith(_TIMES_OTHERS)]
 
 
 def _short(place: str) -> str:

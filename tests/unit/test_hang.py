@@ -109,6 +109,18 @@ def test_the_main_thread_is_the_last_of_what_faulthandler_writes():
     assert hang.main_frames("nothing of the kind") == []
 
 
+def test_who_times_a_wait_is_not_where_a_rank_is():
+    assert (Path(hang.__file__).parents[2] / hang._TIMES_OTHERS.lstrip("/")).is_file()  # or it was renamed
+    text = (
+        "Current thread 0x00007e (most recent call first):\n"
+        f'  File "/run/code{hang._TIMES_OTHERS}", line 97 in counted\n'
+        '  File "/site-packages/torchrec/distributed/comm_ops.py", line 9 in forward\n'
+    )
+    frames = hang.main_frames(text)
+    assert frames == [["/site-packages/torchrec/distributed/comm_ops.py:9", "forward"]]
+    assert hang.Seen(rank=0, node="n1", state="S", frames=frames).waits
+
+
 def test_node_0_says_where_all_are_when_none_is_elsewhere_and_which_node_did_not_report(attempt, monkeypatch):
     monkeypatch.setattr(hang, "_OTHER_NODES_S", 0.0)
     facts = {"rank": 0, "node": "n1", "state": "S", "frames": WAIT}
