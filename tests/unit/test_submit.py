@@ -65,17 +65,15 @@ def test_help_fits_a_screen_and_names_every_group(command):
         assert group in out
 
 
-def test_a_dry_run_is_quick_imports_no_torch_and_leaves_nothing(tmp_path):
+def test_a_dry_run_imports_nothing_slow_and_leaves_nothing(tmp_path):
     code = (
         "import sys\nfrom rechpc import compose, submit\n"
         "try: compose.run(submit.main, submit.HELP)\n"
         "finally: print([m for m in ('torch', 'numpy', 'pyarrow', 'polars') if m in sys.modules], file=sys.stderr)"
     )
     argv = [sys.executable, "-c", code, "dry_run=true", f"runs_root={tmp_path}/runs"]
-    started_s = time.monotonic()
     done = subprocess.run(argv, capture_output=True, text=True, cwd=ROOT, timeout=60)
     assert (done.returncode, done.stderr) == (0, "[]\n")
-    assert time.monotonic() - started_s < 10  # under 2 s on an idle machine
     assert list(tmp_path.iterdir()) == []
 
 
