@@ -57,21 +57,27 @@ ROWS, FEATURES = 100_000, 26
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A model of 26 tables of 100,000 rows with one id a sample, and a global batch."""
+    """A model of 26 tables of 100,000 rows, how many ids a sample has of each, an optimizer and a global batch."""
 
     dim: int
     dense: list[int]
     over: list[int]
     dcn: bool = False
+    num_ids: tuple[int, ...] = (1,) * FEATURES
+    optimizer: str = "sgd"
     batch: int = 2048
 
 
+MLPERF_NUM_IDS = (3, 2, 1, 2, 6, 1, 1, 1, 1, 7, 3, 8, 1, 6, 9, 5, 1, 1, 1, 12, 100, 27, 10, 3, 1, 1)
+M = Case(64, [512, 256, 64], [512, 512, 256, 1])
+H = Case(128, [512, 256, 128], [1024, 1024, 512, 256, 1])
 CASES = {
     "S": Case(16, [512, 256, 16], [512, 256, 1]),
-    "M": Case(64, [512, 256, 64], [512, 512, 256, 1]),
-    "H": Case(128, [512, 256, 128], [1024, 1024, 512, 256, 1]),
-    "D": Case(64, [512, 256, 64], [512, 512, 256, 1], dcn=True),
-    "DH": Case(128, [512, 256, 128], [1024, 1024, 512, 256, 1], dcn=True),
+    "M": M,
+    "MH": dataclasses.replace(M, num_ids=(1, 2, 3, 4) * 6 + (2, 3)),
+    "H": H,
+    "D": dataclasses.replace(M, dcn=True),
+    "DH": dataclasses.replace(H, dcn=True, num_ids=MLPERF_NUM_IDS, optimizer="adagrad"),
 }
 
 
@@ -80,7 +86,7 @@ def main() -> None:
     parser.add_argument("--dlrm", type=Path, help="checkout of facebookresearch/dlrm; without it: a bare loop")
     parser.add_argument("--case", choices=CASES, default="M")
     parser.add_argument("--batch", type=int, help="global batch (default: that of the case)")
-    parser.add_argument("--optimizer", choices=["sgd", "adagrad"], default="sgd")
+    parser.add_argument("--optimizer", choices=["sgd", "adagrad"], help="default: that of the case")
     parser.add_argument("--rate", type=float, default=0.1, help="learning rate (default: 0.1)")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--threads", type=int, default=1, help="OMP threads of a rank (default: 1)")
@@ -106,9 +112,9 @@ def main() -> None:
 def measure(options: argparse.Namespace, folder: Path, seed: int) -> dict[str, Any]:
     """Generate the data, start the ranks, and return what rank 0 saw."""
     case = CASES[options.case]
-    batch = options.batch or case.batch
-    config = config_of(case, options, folder, batch, seed)
-    generate(folder / "npy", batch * options.window * (options.pairs + 1))
+    case = dataclasses.replace(case, batch=options.batch or case.batch, optimizer=options.optimizer or case.optimizer)
+    config = config_of(case, options, folder, seed)
+    generate(folder / "npy", case.batch * options.window * (options.pairs + 1), case.num_ids)
     prepare(config.data)
     run = RunDir.create(folder, "run")
     run.config_path.write_text(dump(config))
@@ -125,14 +131,17 @@ def measure(options: argparse.Namespace, folder: Path, seed: int) -> dict[str, A
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     if done.returncode:
         sys.exit(f"the ranks failed:\n{done.stderr[-4000:]}")
-    about = {"case": options.case, "peer": "dlrm_main" if options.dlrm else "bare loop", "batch": batch}
-    about |= {"optimizer": options.optimizer, "rate": options.rate, "ranks": options.ranks, "threads": options.threads}
+    about = {"case": options.case, "peer": "dlrm_main" if options.dlrm else "bare loop", "batch": case.batch}
+    about |= {"optimizer": case.optimizer, "rate": options.rate, "ranks": options.ranks, "threads": options.threads}
     return {**about, **machine(), **json.loads((folder / "answer.json").read_text())}
 
 
-def config_of(case: Case, options: argparse.Namespace, folder: Path, batch: int, seed: int) -> c.RunConfig:
+def config_of(case: Case, options: argparse.Namespace, folder: Path, seed: int) -> c.RunConfig:
     """The run that dlrm_main.py's arguments describe."""
-    names = [f"C{i}" for i in range(1, FEATURES + 1)]
+    sparse = [
+        c.SparseFeature(name=f"C{i}", rows=ROWS, mapping=c.IdMapping.as_is, ids_per_sample=n)
+        for i, n in enumerate(case.num_ids, 1)
+    ]
     return c.RunConfig(
         seed=seed,
         cluster=c.ClusterConfig(launcher=c.Launcher.local, device=c.Device.cpu),
@@ -145,25 +154,32 @@ def config_of(case: Case, options: argparse.Namespace, folder: Path, batch: int,
         data=c.DataConfig(
             kind=c.DataKind.npy, source=str(folder / "npy"), path=str(folder / "prepared"),
             dense=[f"I{i}" for i in range(1, 14)], dense_transform=c.DenseTransform.none,
-            sparse=[c.SparseFeature(name=n, rows=ROWS, mapping=c.IdMapping.as_is) for n in names],
+            sparse=sparse,
         ),
-        optimizer=c.OptimizerConfig(sparse=options.optimizer, dense=options.optimizer, learning_rate=options.rate),
-        trainer=c.TrainerConfig(global_batch=batch, epochs=1, log_every=10),
+        optimizer=c.OptimizerConfig(sparse=case.optimizer, dense=case.optimizer, learning_rate=options.rate),
+        trainer=c.TrainerConfig(global_batch=case.batch, epochs=1, log_every=10),
         checkpoint=c.CheckpointConfig(every=0),
     )  # fmt: skip
 
 
-def generate(folder: Path, rows: int) -> None:
+def generate(folder: Path, rows: int, num_ids: tuple[int, ...]) -> None:
     """Rows as dlrm_main.py reads them, with labels that can be learned; and a small test split."""
     folder.mkdir()
     rng = np.random.default_rng(0)
     for split, n in (("train", rows), ("test", 1000)):
         dense = rng.random((n, 13), dtype=np.float32)
-        sparse = (ROWS * rng.random((n, FEATURES), dtype=np.float32) ** 3).astype(np.int32)  # some ids are frequent
+        ids = [
+            (ROWS * rng.random((n, k), dtype=np.float32) ** 3).astype(np.int32) for k in num_ids
+        ]  # some are frequent
+        sparse = np.concatenate([bag[:, :1] for bag in ids], axis=1)
         logit = 3 * (dense[:, 0] - 0.5) + ((sparse[:, :8] % 7) - 3).sum(axis=1) / 8 - 1
         labels = (rng.random(n) < 1 / (1 + np.exp(-logit))).astype(np.int32)[:, None]
-        for name, array in (("dense", dense), ("sparse", sparse), ("labels", labels)):
+        for name, array in (("dense", dense), ("labels", labels)):
             np.save(folder / f"{split}_{name}.npy", array)
+        if max(num_ids) > 1:
+            np.savez(folder / f"{split}_sparse_multi_hot.npz", **{str(i): bag for i, bag in enumerate(ids)})
+        else:
+            np.save(folder / f"{split}_sparse.npy", sparse)
 
 
 class Done(Exception):
@@ -190,6 +206,10 @@ def compete(path: Path) -> None:
             sys.path.insert(0, f"{settings['dlrm']}/torchrec_dlrm")
             import dlrm_main  # noqa: PLC0415
 
+            if not hasattr(
+                np.lib.format, "_read_array_header"
+            ):  # its reader of multi-hot files is older than NumPy 2.3
+                np.lib.format._read_array_header = np.lib._format_impl._read_array_header  # type: ignore[attr-defined]
             dlrm_main.main(arguments(settings, config))
         else:
             bare(config, run, env)
@@ -202,7 +222,9 @@ def compete(path: Path) -> None:
 def arguments(settings: dict[str, Any], config: c.RunConfig) -> list[str]:
     """What makes dlrm_main.py train the model of the configuration."""
     model, local = config.model, config.trainer.global_batch // config.world_size
-    found = ["--in_memory_binary_criteo_path", settings["npy"], "--dataset_name", "criteo_kaggle"]
+    one_hot = all(feature.ids_per_sample == 1 for feature in config.data.sparse)
+    kind = "in_memory_binary" if one_hot else "synthetic_multi_hot"
+    found = [f"--{kind}_criteo_path", settings["npy"], "--dataset_name", "criteo_kaggle"]
     found += ["--batch_size", str(local), "--num_embeddings", str(ROWS), "--embedding_dim", str(model.embedding_dim)]
     found += ["--dense_arch_layer_sizes", ",".join(map(str, model.dense_layers))]
     found += ["--over_arch_layer_sizes", ",".join(map(str, model.over_layers)), "--epochs", "2"]

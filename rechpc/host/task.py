@@ -197,6 +197,10 @@ def rank_environment(config: RunConfig, host: Mapping[str, str], *, code_path: P
         # Unset, two ranks on two cores ran 2.8 times slower: each takes a thread per core and spins while it waits.
         "OMP_NUM_THREADS": str(threads),
         "OMP_WAIT_POLICY": "PASSIVE",
+        # Threads of libgomp look this often before they sleep. FBGEMM's backward pass has hundreds of short parallel
+        # parts: 1 rank of 2 threads took 74 ms a step without, 58 with 1,000, 51 with 10,000; beside a busy process on
+        # one of the cores 89, 95 and 149 (2026-12-01, docs/performance.md).
+        "GOMP_SPINCOUNT": "1000",
         # glibc gives large arrays back to the system after every step and gets them anew page by page: 6 ms for 60 MB
         # that are gone when it keeps them (2.36, docs/performance.md); kept, they cost what a step needs at its peak.
         "MALLOC_MMAP_THRESHOLD_": str(4 << 30),
@@ -214,7 +218,10 @@ def rank_environment(config: RunConfig, host: Mapping[str, str], *, code_path: P
     if config.machines == 1:
         env["GLOO_SOCKET_IFNAME"] = "lo"  # else gloo needs a host name that resolves
     env.update(_visible_devices(host))
-    return env | config.cluster.env | config.container.env
+    configured = config.cluster.env | config.container.env
+    if "OMP_WAIT_POLICY" in configured:
+        del env["GOMP_SPINCOUNT"]  # which would win
+    return env | configured
 
 
 def _visible_devices(host: Mapping[str, str]) -> dict[str, str]:

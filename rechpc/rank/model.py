@@ -3,13 +3,11 @@
 Initial weights are a function of the seed and the place in the model alone, so that every world size and every
 plan starts from the same model.
 
-Shape legend: B rows of a local batch, F sparse features, V = F + 1 vectors with the dense one, D columns, P pairs of
-vectors.
+Shape legend: B rows of a local batch, F dense features.
 """
 
 import math
 import zlib
-from typing import Any
 
 import torch
 from torch import nn
@@ -19,6 +17,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from rechpc.choices import Interaction, TablePrecision
 from rechpc.config import DataConfig, ModelConfig
+from rechpc.rank import interaction
 from rechpc.rank.data import Batch
 
 Output = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
@@ -26,43 +25,6 @@ Output = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 # Rows of a table that share one random stream: small enough that a row-wise shard wastes little.
 _INIT_ROWS = 4096
-
-
-class _PairProducts(torch.autograd.Function):
-    """x x^T above its diagonal, of every sample: one product of matrices in each direction.
-
-    Left to autograd, the backward pass takes two products of the same size, whose results it adds, and a scatter that
-    sums what never meets.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x_BVD: torch.Tensor, places_P: torch.Tensor, pairs_VV: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(x_BVD, pairs_VV)
-        return torch.bmm(x_BVD, x_BVD.transpose(1, 2)).flatten(1).index_select(1, places_P)
-
-    @staticmethod
-    def backward(ctx: Any, grad_BP: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
-        x_BVD, pairs_VV = ctx.saved_tensors
-        grad_BVV = nn.functional.pad(grad_BP, (0, 1)).index_select(1, pairs_VV.flatten()).view(-1, *pairs_VV.shape)
-        return torch.bmm(grad_BVV, x_BVD), None, None
-
-
-class DotInteraction(nn.Module):
-    """What TorchRec's InteractionArch computes, in half the time on a CPU (docs/performance.md)."""
-
-    def __init__(self, num_sparse_features: int) -> None:
-        super().__init__()
-        size = num_sparse_features + 1
-        row_P, column_P = torch.triu_indices(size, size, offset=1)
-        pairs_VV = torch.full((size, size), len(row_P))  # of a vector with itself: the zero behind the last pair
-        pairs_VV[row_P, column_P] = pairs_VV[column_P, row_P] = torch.arange(len(row_P))
-        self.register_buffer("places_P", row_P * size + column_P, persistent=False)
-        self.register_buffer("pairs_VV", pairs_VV, persistent=False)
-
-    def forward(self, dense_features: torch.Tensor, sparse_features: torch.Tensor) -> torch.Tensor:
-        """The dense vector (B, D) and all dot products of two different vectors (B, P), side by side."""
-        x_BVD = torch.cat((dense_features.unsqueeze(1), sparse_features), dim=1)
-        return torch.cat((dense_features, _PairProducts.apply(x_BVD, self.places_P, self.pairs_VV)), dim=1)
 
 
 class WeightedLoss(nn.Module):
@@ -106,12 +68,13 @@ def build(model: ModelConfig, data: DataConfig, *, seed: int, device: torch.devi
     }
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        if model.interaction is Interaction.dcn:
-            dlrm: DLRM = DLRM_DCN(dcn_num_layers=model.dcn_layers, dcn_low_rank_dim=model.dcn_rank, **shared)
-        else:
-            dlrm = DLRM(**shared)
-            if device.type == "cpu":  # not measured on a GPU
-                dlrm.inter_arch = DotInteraction(len(data.sparse))
+        dlrm: DLRM = (
+            DLRM_DCN(dcn_num_layers=model.dcn_layers, dcn_low_rank_dim=model.dcn_rank, **shared)
+            if model.interaction is Interaction.dcn
+            else DLRM(**shared)
+        )
+    if device.type == "cpu":  # not measured on a GPU
+        interaction.replace(dlrm)
     for name, part in dlrm.named_children():
         if name != "sparse_arch":
             part.to(device)

@@ -9,12 +9,14 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torchrec.models.dlrm import InteractionArch
+from torchrec.models.dlrm import InteractionArch, InteractionDCNArch
+from torchrec.modules.crossnet import LowRankCrossNet
+from torchrec.sparse.jagged_tensor import KeyedTensor
 
 from rechpc.config import DenseOptimizer, Interaction, OptimizerConfig, RunConfig, SparseOptimizer
 from rechpc.prepare.convert import prepare
 from rechpc.rank.data import GlobalBatches, open_splits
-from rechpc.rank.model import DotInteraction
+from rechpc.rank.interaction import CrossInteraction, DotInteraction
 from rechpc.rundir import RunDir
 from tests.configs import changed, tiny
 from tests.distributed.trainer import Parts, trainer, whole
@@ -137,19 +139,30 @@ def plain(config: RunConfig, weights: dict[str, np.ndarray], num_steps: int) -> 
     return losses, model
 
 
+@pytest.mark.parametrize("is_dcn", [False, True])
 @pytest.mark.parametrize("num_features", [1, 2, 26])
-def test_the_dot_interaction_is_that_of_torchrec_in_value_and_gradient(num_features):
-    generator = torch.Generator().manual_seed(num_features)
-    dense_BD, sparse_BFD = (
-        torch.randn(*shape, generator=generator, dtype=torch.float64) for shape in ((7, 12), (7, num_features, 12))
-    )
+def test_the_interactions_are_those_of_torchrec_in_value_and_gradient(num_features, is_dcn):
+    torch.manual_seed(num_features)
+    names = [f"f{i}" for i in range(num_features)]
+    order = [names[i] for i in torch.randperm(num_features)]  # sharded tables come in the order of a plan
+    dense_BD = torch.randn(7, 12, dtype=torch.float64)
+    pooled = {name: torch.randn(7, 12, dtype=torch.float64) for name in names}
+    crossnet = LowRankCrossNet(12 * (num_features + 1), num_layers=3, low_rank=5).double()
     found = []
-    for module in (DotInteraction(num_features), InteractionArch(num_features)):
-        inputs = dense_BD.clone().requires_grad_(), sparse_BFD.clone().requires_grad_()
-        output = module(*inputs)
+    for ours in (True, False):
+        dense, tables = dense_BD.clone().requires_grad_(), {n: x.clone().requires_grad_() for n, x in pooled.items()}
+        crossnet.zero_grad()
+        if ours:
+            module = CrossInteraction(names, crossnet) if is_dcn else DotInteraction(names, 12)
+            output = module(
+                dense, KeyedTensor(order, [12] * num_features, torch.cat([tables[n] for n in order], dim=1))
+            )
+        else:
+            module = InteractionDCNArch(num_features, crossnet) if is_dcn else InteractionArch(num_features)
+            output = module(dense, torch.stack([tables[n] for n in names], dim=1))
         output.sin().sum().backward()
-        found.append((output, *(x.grad for x in inputs)))
-    assert found[0][0].shape == (7, 12 + num_features * (num_features + 1) // 2)
+        kernels = [p.grad for p in crossnet.parameters()] if is_dcn else []
+        found.append((output, dense.grad, *(tables[n].grad for n in names), *kernels))
     torch.testing.assert_close(found[0], found[1], rtol=1e-12, atol=1e-12)
 
 

@@ -62,6 +62,7 @@ def test_ranks_share_the_cpus_of_their_node_and_import_the_code_of_the_run(make_
     env = task.rank_environment(make_config(), {"SECRET": "x"}, code_path=Path("/r/code"), cpus=9)
     assert env == {
         "GLOO_SOCKET_IFNAME": "lo",
+        "GOMP_SPINCOUNT": "1000",
         "MALLOC_MMAP_THRESHOLD_": "4294967296",
         "MALLOC_TOP_PAD_": "134217728",
         "MALLOC_TRIM_THRESHOLD_": "8589934592",
@@ -79,6 +80,7 @@ def test_a_variable_of_the_configuration_wins_and_more_ranks_than_cpus_still_get
     config = make_config("job.ranks_per_node=8", "+container.env.OMP_WAIT_POLICY=ACTIVE")
     env = task.rank_environment(config, {}, code_path=Path("/r/code"), cpus=2)
     assert (env["OMP_NUM_THREADS"], env["OMP_WAIT_POLICY"]) == ("1", "ACTIVE")
+    assert "GOMP_SPINCOUNT" not in env  # libgomp would follow it instead
 
 
 # Provenance
