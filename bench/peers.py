@@ -3,6 +3,7 @@
   python bench/peers.py --dlrm PATH --case M      beside facebookresearch/dlrm, whose checkout is at PATH
   python bench/peers.py --case M                  beside a bare loop: same model, plan and pipeline, batches in memory
   python bench/peers.py --dlrm PATH --case S --loss    the loss of one epoch, three seeds
+  python bench/peers.py --dlrm PATH --case M --stock   tuned against stock: each started as its own users start it
 
 torchrec_dlrm/dlrm_main.py runs unmodified, on its own data loader; what is measured is its pipeline's `progress`.
 After every window of its steps the loop of a rechpc run, with metrics, heartbeat, stop checks and reading from files,
@@ -11,6 +12,9 @@ Both read the same generated rows, from npy files and from a data set prepared f
 table-wise plan, optimizer and learning rate; each has initial weights and an order of samples of its own. The first
 pair of windows warms up. A record of every pair, with the machine, is appended to --out. samples/s are of wall time,
 over all ranks; the ratio is that of a pair, and the median counts.
+
+With --stock a pair is two starts: one without any variable that rechpc gives its ranks, of which the peer counts, and
+one with all of them, of which rechpc counts. That says what a user gets, not which trainer is faster.
 
 dlrm_main.py needs iopath (`pip install iopath`); PYTHONPATH is passed on.
 """
@@ -93,6 +97,7 @@ def main() -> None:
     parser.add_argument("--window", type=int, default=10, help="steps of a window (default: 10)")
     parser.add_argument("--pairs", type=int, default=6, help="pairs that count (default: 6)")
     parser.add_argument("--loss", action="store_true", help="one epoch of 100 steps for three seeds, no speed")
+    parser.add_argument("--stock", action="store_true", help="tuned against stock: two starts a pair")
     parser.add_argument("--out", type=Path, default=ROOT / "bench/results/peers.jsonl")
     parser.add_argument("--rank", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -102,15 +107,34 @@ def main() -> None:
     if options.loss:
         options.window, options.pairs = 100, 0
     for seed in (1, 2, 3) if options.loss else (1,):
-        with tempfile.TemporaryDirectory() as folder:
-            record = {"seed": seed, **measure(options, Path(folder), seed)}
+        record = {"seed": seed, **(measure_stock(options, seed) if options.stock else measure(options, seed))}
         with options.out.open("a") as file:
             file.write(json.dumps(record) + "\n")
         print(summary(record), flush=True)
 
 
-def measure(options: argparse.Namespace, folder: Path, seed: int) -> dict[str, Any]:
+def measure_stock(options: argparse.Namespace, seed: int) -> dict[str, Any]:
+    """Pairs of a window of the peer without our variables and one of ours with them, each of a start of its own."""
+    short = argparse.Namespace(**{**vars(options), "pairs": 3})
+    pairs: list[dict[str, Any]] = []
+    for _ in range(options.pairs + 1):
+        stock, tuned = measure(short, seed, tuned=False), measure(short, seed)
+        pairs.append({"peer": middle(stock, "peer"), "ours": middle(tuned, "ours")})
+    return {**tuned, "peer": f"stock {tuned['peer']}", "pairs": pairs}
+
+
+def middle(record: dict[str, Any], who: str) -> dict[str, float]:
+    """The window of median speed."""
+    return sorted((p[who] for p in record["pairs"][1:]), key=lambda w: w["samples_per_s"])[1]  # type: ignore[no-any-return]
+
+
+def measure(options: argparse.Namespace, seed: int, *, tuned: bool = True) -> dict[str, Any]:
     """Generate the data, start the ranks, and return what rank 0 saw."""
+    with tempfile.TemporaryDirectory() as folder:
+        return _measure(options, Path(folder), seed, tuned)
+
+
+def _measure(options: argparse.Namespace, folder: Path, seed: int, tuned: bool) -> dict[str, Any]:
     case = CASES[options.case]
     case = dataclasses.replace(case, batch=options.batch or case.batch, optimizer=options.optimizer or case.optimizer)
     config = config_of(case, options, folder, seed)
@@ -123,7 +147,8 @@ def measure(options: argparse.Namespace, folder: Path, seed: int) -> dict[str, A
     facts = {"dlrm": options.dlrm and str(options.dlrm.absolute()), "case": options.case, "run": str(run.path)}
     facts |= {"npy": str(folder / "npy"), "window": options.window, "pairs": options.pairs, "seed": seed}
     settings.write_text(json.dumps({**facts, "answer": str(folder / "answer.json")}))
-    env = {**os.environ, **rank_environment(config, {}, code_path=ROOT, cpus=options.ranks * options.threads)}
+    ours = rank_environment(config, {}, code_path=ROOT, cpus=options.ranks * options.threads)
+    env = {**os.environ, **(ours if tuned else {})}
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", str(options.ranks), "--rdzv-backend", "c10d"]
     torchrun += ["--rdzv-endpoint", "127.0.0.1:0", "--local-addr", "127.0.0.1"]
