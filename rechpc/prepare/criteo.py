@@ -33,7 +33,7 @@ def read(path: Path, config: DataConfig, judge: Judge) -> Iterator[Rows]:
     """The rows of a file in its order: integers as int32, hexadecimals as uint32."""
     first_line, size = 1, path.stat().st_size
     for block, position in _blocks(path):
-        num_lines = block.count(b"\n")
+        num_lines = _count(block, b"\n")
         if first_line == 1:
             _check_first(block.partition(b"\n")[0], path)
         numbers_N = np.arange(first_line, first_line + num_lines)
@@ -47,7 +47,7 @@ def read(path: Path, config: DataConfig, judge: Judge) -> Iterator[Rows]:
 
 def count(path: Path) -> int:
     """The lines of a file."""
-    return sum(block.count(b"\n") for block, _ in _blocks(path))
+    return sum(_count(block, b"\n") for block, _ in _blocks(path))
 
 
 def check_columns(config: DataConfig) -> None:
@@ -71,6 +71,10 @@ def _blocks(path: Path) -> Iterator[tuple[bytes, int]]:
         raise DataError(f"{path}: cannot be read ({error}); get the file again") from error
 
 
+def _count(block: bytes, byte: bytes) -> int:
+    return int(np.count_nonzero(np.frombuffer(block, np.uint8) == ord(byte)))  # four times as fast as bytes.count
+
+
 def _features(config: DataConfig) -> dict[str, str]:
     """The column of each feature."""
     return {name: config.columns.get(name, name) for name in (LABEL, *config.dense, *(f.name for f in config.sparse))}
@@ -88,8 +92,7 @@ def _check_first(line: bytes, path: Path) -> None:
 def _parse(block: bytes, num_lines: int, config: DataConfig) -> pl.DataFrame | None:
     """The features of a block without a fault; None where there may be one."""
     # Polars pads a short line with nulls and refuses a long one, so that their sum leaves nothing to hide.
-    num_tabs = np.count_nonzero(np.frombuffer(block, np.uint8) == ord("\t"))  # four times as fast as bytes.count
-    if num_tabs != _TABS * num_lines or any(byte in block for byte in (b"\r", b"\0", b" ")):
+    if _count(block, b"\t") != _TABS * num_lines or any(byte in block for byte in (b"\r", b"\0", b" ")):
         return None
     names = _features(config)
     used = set(names.values())

@@ -73,8 +73,8 @@ def _take(frame: pl.DataFrame, order_N: np.ndarray) -> pl.DataFrame:
 
 
 def _read(path: Path) -> Iterator[pl.DataFrame]:
-    with path.open("rb") as file:
-        while file.peek(1):
+    with pa.memory_map(str(path)) as file:
+        while file.tell() < file.size():
             with pa.ipc.open_stream(file) as reader:
                 yield pl.DataFrame(reader.read_all())
 
