@@ -10,7 +10,7 @@ Shape legend: B rows of a local batch, F dense features.
 
 from collections import deque
 from collections.abc import Callable, Generator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -29,7 +29,7 @@ from rechpc.rank.blocks import Block, Source, check, gather, one_each, pad
 from rechpc.rank.process import Process
 from rechpc.rank.synthetic import Synthetic
 
-_AHEAD = 4  # batches
+_AHEAD = 8  # batches at most, half of that at least
 _RUN_ROWS = 1024
 
 
@@ -110,12 +110,13 @@ class GlobalBatches:
         """
         pool = ThreadPoolExecutor(1, thread_name_prefix="read-ahead")
         try:
-            pending = deque(pool.submit(self._ready, step) for step in range(start, min(start + _AHEAD, stop)))
-            for step in range(start + _AHEAD, stop + _AHEAD):
-                batch = pending.popleft().result()
-                if step < stop:
-                    pending.append(pool.submit(self._ready, step))
-                yield batch
+            pending: deque[Future[Batch]] = deque()
+            for step in range(start, stop):
+                # Several at a time: a thread that is woken in every step takes turns with the one that trains.
+                if len(pending) <= _AHEAD // 2:
+                    wanted = range(step + len(pending), min(step + _AHEAD, stop))
+                    pending.extend(pool.submit(self._ready, further) for further in wanted)
+                yield pending.popleft().result()
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
 

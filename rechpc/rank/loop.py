@@ -1,8 +1,8 @@
 """The life of a rank: from a configuration to a trained model, or to a checkpoint that another attempt goes on from.
 
 Every rank takes the same branch at the same step. What rank 0 alone knows (that somebody asked to stop) and what
-each knows in part (the loss) travels in one all-reduce a step, which is looked at one step later so that nobody
-waits for it.
+each knows in part (the loss) travels in an all-reduce beside the steps that follow (`rechpc.rank.pulse`), so that
+nobody waits for it.
 """
 
 import contextlib
@@ -13,7 +13,6 @@ from dataclasses import asdict, dataclass, field, fields
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from rechpc import lifeline
 from rechpc.choices import DataKind
@@ -26,6 +25,7 @@ from rechpc.rank.metrics import Scores, gather_predictions, score
 from rechpc.rank.model import Output, build
 from rechpc.rank.optim import Optimizers, fuse_sparse
 from rechpc.rank.profiling import Profiler
+from rechpc.rank.pulse import Pulse, Pulses
 from rechpc.rank.report import Report, Window
 from rechpc.rank.saver import Saver
 from rechpc.rank.sharding import settle, shard
@@ -112,7 +112,7 @@ class _Loop:
         self.saver = Saver(run, self._model, self._optimizers, config, here, report.record)
         with parts.paused():
             self._restore()
-        self._pulse = _Pulse(here)
+        self._pulses = Pulses(here)
         self._first_timed_step = self.state.step + config.trainer.timing_warmup_steps + 1
         self._clock_s = time.perf_counter()
 
@@ -168,15 +168,16 @@ class _Loop:
             samples = self._train.num_samples(self.state.step)
             self.state.step += 1
             self.state.samples += samples
-            pulse = self._pulse.push(
+            arrived = self._pulses.push(
                 output, self._stop_requested(), saving=self.saver.busy, step=self.state.step, samples=samples, rate=rate
             )
-            reason = self._take(pulse)
+            reason = self._take(arrived)
+            self._report.progress()  # sums of several steps may come together
             due = self.saver.due(self.state.step)
-            # The sums of the last step of warm-up are waited for: what is timed begins at its end.
-            warm = self.state.step + 1 == self._first_timed_step
+            # The sums of the last step that is not timed are waited for: what is timed begins at its end.
+            warm = self.state.step + 1 == self._first_timed_step or self._profiler.slows(self.state.step)
             if due or warm or reason is not None or self.state.step == end:
-                reason = self._take(self._pulse.flush()) or reason
+                reason = self._take(self._pulses.flush()) or reason
             if due or reason is not None:
                 self._save()
             traced = self._profiler.is_due(self.state.step, last=reason is not None)
@@ -193,10 +194,18 @@ class _Loop:
     def _stop_requested(self) -> StopReason | None:
         return self._attempt.stop_reason() if self._here.is_main else None
 
-    def _take(self, pulse: "Pulse | None") -> StopReason | None:
-        """Account for a step whose sums have arrived."""
-        if pulse is None:
-            return None
+    def _take(self, pulses: list[Pulse]) -> StopReason | None:
+        """Account for steps whose sums have arrived together; the reason to stop that came with one."""
+        now_s = time.perf_counter()
+        reason = None
+        for pulse in pulses:
+            self._account(pulse, (now_s - self._clock_s) / len(pulses))
+            reason = pulse.stop or reason
+        if pulses:
+            self._clock_s = now_s
+        return reason
+
+    def _account(self, pulse: Pulse, step_s: float) -> None:
         if not np.isfinite(pulse.loss):
             self.saver.settle()
             saved = self.saver.committed_step
@@ -207,18 +216,15 @@ class _Loop:
             )
         if not pulse.saving:
             self.saver.settle()
-        now_s = time.perf_counter()
         is_timed = pulse.step >= self._first_timed_step and not self._profiler.slows(pulse.step)
-        step_s = now_s - self._clock_s if is_timed else None
-        self._clock_s = now_s
         self.state.window.add(
             samples=pulse.samples,
             loss=pulse.loss,
             positive_rate=pulse.positive_rate,
-            step_s=step_s,
+            step_s=step_s if is_timed else None,
             parts_s=self._parts.take(),
         )
-        if step_s is not None:
+        if is_timed:
             self.state.timed_samples += pulse.samples
             self.state.timed_s += step_s
         if pulse.step % self._config.trainer.log_every == 0 or pulse.step == self.total_steps:
@@ -232,7 +238,6 @@ class _Loop:
         self._report.progress(
             step=pulse.step, total_steps=self.total_steps, seconds_left=left / speed if speed else None
         )
-        return pulse.stop
 
     def _save(self) -> None:
         began_s = time.perf_counter()
@@ -300,61 +305,3 @@ class _Loop:
         with self._parts.paused():
             yield
         self._clock_s = time.perf_counter()
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Pulse:
-    """What all ranks know of one step."""
-
-    step: int
-    samples: int
-    rate: float
-    loss: float
-    positive_rate: float
-    saving: bool  # some rank's thread is still at it
-    stop: StopReason | None
-
-
-class _Pulse:
-    """One all-reduce a step, in flight while the next step is computed."""
-
-    _REASONS = (None, StopReason.drain, StopReason.requeue)
-
-    def __init__(self, here: process.Process) -> None:
-        self._world_size = here.env.world_size
-        # The device's own backend on a GPU; on the CPU a group that no step uses, so that nothing queues behind it.
-        self._group = dist.group.WORLD if here.device.type == "cuda" else here.host_group
-        self._pending: tuple[torch.Tensor, dist.Work, dict[str, float]] | None = None
-
-    def push(
-        self, output: Output, stop: StopReason | None, *, saving: bool, step: int, samples: int, rate: float
-    ) -> Pulse | None:
-        """Send the sums of a step; returns those of the step before, if any are in flight.
-
-        Collective: every rank.
-        """
-        loss, _, labels_B, weights_B = output
-        flags = torch.tensor([float(self._REASONS.index(stop)), float(saving)], device=loss.device)
-        sums = torch.cat([torch.stack([loss, (labels_B * weights_B).sum()]), flags]).double()
-        previous = self.flush()
-        work = dist.all_reduce(sums, group=self._group, async_op=True)
-        self._pending = sums, work, {"step": step, "samples": samples, "rate": rate}
-        return previous
-
-    def flush(self) -> Pulse | None:
-        """Wait for what is in flight. Collective in effect: every rank calls it at the same step."""
-        if self._pending is None:
-            return None
-        sums, work, facts = self._pending
-        self._pending = None
-        work.wait()
-        loss, positive_rate, flag, saving = sums.tolist()
-        return Pulse(
-            step=int(facts["step"]),
-            samples=int(facts["samples"]),
-            rate=facts["rate"],
-            loss=loss / self._world_size,
-            positive_rate=positive_rate / self._world_size,
-            saving=saving > 0,
-            stop=self._REASONS[int(flag)],
-        )

@@ -67,10 +67,9 @@ class Report:
             self._metrics.write(json.dumps(record, allow_nan=False) + "\n")
             self._metrics.flush()
         logger.info(" ".join(f"{k}={v:.6g}" if isinstance(v, float) else f"{k}={v}" for k, v in record.items()))
-        for key, value in values.items():
-            if self._events is not None and isinstance(value, int | float):
-                with self._tolerant(self._run.tensorboard_path):
-                    self._events.add_scalar(key, value, step)
+        if self._events is not None:
+            with self._tolerant(self._run.tensorboard_path):
+                self._events.add(values, step)
 
     def data_wait(self, window: dict[str, float | None]) -> None:
         """Say, of the values of a window, that training waits for data, where it does."""
@@ -190,9 +189,29 @@ def _ends_with_newline(run: RunDir) -> bool:
         return file.read(1) == b"\n"
 
 
-def _event_writer(run: RunDir) -> Any:
+class _Events:
+    """TensorBoard's file: one event a record, for each one wakes a thread that the step then waits for."""
+
+    def __init__(self, path: Path) -> None:
+        from tensorboard.compat.proto.summary_pb2 import Summary  # noqa: PLC0415 - optional
+        from torch.utils.tensorboard import FileWriter  # noqa: PLC0415 - optional
+
+        self._summary = Summary
+        self._writer = FileWriter(str(path))  # type: ignore[no-untyped-call]
+
+    def add(self, values: dict[str, Any], step: int) -> None:
+        """The numbers among the values."""
+        numbers = {key: value for key, value in values.items() if isinstance(value, int | float)}
+        parts = [self._summary.Value(tag=key, simple_value=value) for key, value in numbers.items()]
+        self._writer.add_summary(self._summary(value=parts), step)  # type: ignore[no-untyped-call]
+
+    def close(self) -> None:
+        """Write what is not written yet."""
+        self._writer.close()  # type: ignore[no-untyped-call]
+
+
+def _event_writer(run: RunDir) -> _Events | None:
     try:
-        from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415 - optional
+        return _Events(run.tensorboard_path)
     except ImportError:
         return None
-    return SummaryWriter(log_dir=str(run.tensorboard_path))  # type: ignore[no-untyped-call]

@@ -177,7 +177,7 @@ def test_a_few_batches_and_no_more_are_read_ahead():
     iterator.close()
     for thread in readers():
         thread.join()
-    assert len(source.blocks) <= 2 + 4
+    assert len(source.blocks) <= 2 + 8
 
 
 def test_a_bad_value_surfaces_at_the_step_that_needs_it():
