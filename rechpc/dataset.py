@@ -10,7 +10,7 @@ index), and one column a sparse feature, int32 (one id) or list<int32> (a bag of
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from rechpc.config import DataConfig
@@ -58,6 +58,9 @@ class Index:
     vocabularies: dict[str, DataFile]  # by table: key, count and id of the values that have an id of their own
     bad_rows: dict[str, int]  # rows that were skipped or fixed, by kind
     splits: dict[str, Split]
+    # Of the train split, by table with mapping=hash: the share of rows in use, which is the chance that an id shares
+    # its row with another where keys are spread evenly. Older data sets do not say.
+    collision_rate: dict[str, float] = field(default_factory=dict)
 
     def files(self) -> list[DataFile]:
         """All files of the data set."""

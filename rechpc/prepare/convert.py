@@ -31,6 +31,8 @@ from rechpc.prepare.shards import Shards, chunked, data_file, shuffled
 from rechpc.rundir import fsync_directory
 
 _PROGRESS_S = 10.0
+_WATCHED_ROWS = 2**22  # of each table: ids are spread evenly, so that these show how full it is
+_CROWDED = 0.25  # the share of ids that share a row, above which the report says so
 
 
 def prepare(config: DataConfig) -> str:
@@ -123,6 +125,7 @@ def _convert(files: list[SourceFile], config: DataConfig, directory: Path) -> st
         sparse_rows={f.name: f.rows for f in config.sparse},
         mappings=config.mappings(),
         ids_per_sample=tallies["train"].ids_per_sample,
+        collision_rate=tallies["train"].collision_rate,
         id_range={f.name: _range([t.id_range[f.name] for t in tallies.values()]) for f in config.sparse},
         dense_transform=features.transform,
         dense_statistics=features.statistics,
@@ -133,6 +136,11 @@ def _convert(files: list[SourceFile], config: DataConfig, directory: Path) -> st
     write_index(directory, index)
     lines = [f"{split:5} {tallies[split]}" for split in SPLITS if split in tallies]
     lines += [f"bad rows: {judge}"] if judge.counts else []
+    rates = sorted(index.collision_rate.items(), key=lambda item: -item[1])
+    crowded = [f"{table} {rate:.0%}" for table, rate in rates if rate > _CROWDED]
+    more = f" and {len(crowded) - 5} more tables" if len(crowded) > 5 else ""
+    if crowded:
+        lines.append(f"ids that share their row with others; raise its rows: {', '.join(crowded[:5])}{more}")
     return "\n".join(lines)
 
 
@@ -200,6 +208,8 @@ class _Tally:
         self.rows = self.positives = self._dense_missing = self._sparse_missing = 0
         self._ids = dict.fromkeys((f.name for f in config.sparse), 0)
         self.id_range: dict[str, list[int]] = {f.name: [] for f in config.sparse}
+        hashed = {f.table_name: f.rows for f in config.sparse if f.mapping is IdMapping.hash and f.rows > 1}
+        self._used = {table: np.zeros(min(rows, _WATCHED_ROWS), bool) for table, rows in hashed.items()}
 
     def add(self, table: pa.Table, frame: pl.DataFrame) -> None:
         self.rows += len(table)
@@ -209,11 +219,19 @@ class _Tally:
             column = table[feature.name].combine_chunks()
             ids = column.flatten() if pa.types.is_list(column.type) else column
             self._ids[feature.name] += len(ids)
+            if (used := self._used.get(feature.table_name)) is not None:
+                ids_N = ids.to_numpy()
+                used[ids_N if feature.rows == len(used) else ids_N[ids_N < len(used)]] = True
             if feature.mapping is not IdMapping.as_is:
                 self._sparse_missing += int(np.count_nonzero(ids.to_numpy() == 0))
             if len(ids):
                 ends = pc.min_max(ids).as_py()
                 self.id_range[feature.name] = _range([self.id_range[feature.name], [ends["min"], ends["max"]]])
+
+    @property
+    def collision_rate(self) -> dict[str, float]:
+        """By table with mapping=hash, the chance that an id shares its row with another: the share of rows in use."""
+        return {table: float(used[1:].mean()) for table, used in self._used.items()}
 
     @property
     def ids_per_sample(self) -> dict[str, float]:

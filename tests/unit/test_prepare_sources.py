@@ -18,6 +18,7 @@ import pytest
 from rechpc.config import BadRows, DataConfig, DataKind, DenseTransform, IdMapping, SparseFeature
 from rechpc.dataset import check_index, read_index
 from rechpc.errors import ConfigError, DataError
+from rechpc.prepare import convert as convert_module
 from rechpc.prepare import features, shards
 from rechpc.prepare.convert import prepare
 
@@ -282,6 +283,30 @@ def test_a_list_may_be_empty_or_missing_and_hold_missing_ids(tmp_path: Path) -> 
 def test_negative_and_large_integers_hash_like_all_others(tmp_path: Path) -> None:
     values = [-1, -(2**63), 2**63 - 1, 0]
     assert single(tmp_path, values, values, SparseFeature(name="f", rows=8)) == [1 + v % 7 for v in values]
+
+
+@pytest.mark.parametrize("watched", [2**22, 200])
+def test_the_collision_rate_is_the_share_of_new_ids_that_find_their_row_taken(tmp_path, monkeypatch, watched) -> None:
+    monkeypatch.setattr(convert_module, "_WATCHED_ROWS", watched)
+    single(tmp_path, [f"u{i}" for i in range(300)], ["x"], SparseFeature(name="f", rows=500))
+    taken = {text_id(f"u{i}", 500) for i in range(300)}
+    expected = np.mean([text_id(f"v{i}", 500) in taken for i in range(10_000)])
+    assert read_index(tmp_path / "out").collision_rate["t_f"] == pytest.approx(expected, abs=0.1)
+
+
+def test_the_report_names_the_tables_in_which_many_ids_share_a_row(tmp_path: Path) -> None:
+    users = {"user": [f"u{i}" for i in range(100)], "price": [1.0] * 100, "clicked": [0] * 100}
+    columns = {**users, "item": users["user"], "tags": users["user"]}
+    sparse = [
+        SparseFeature(name="user", rows=50),
+        SparseFeature(name="item", rows=100_000),
+        SparseFeature(name="tags", rows=50, mapping=VOCABULARY),
+    ]
+    config = schema(DataKind.parquet, sparse=sparse)
+    source = sources(tmp_path / "in", ".parquet", columns, columns)
+    report = prepare(dataclasses.replace(config, source=str(source), path=str(tmp_path / "out")))
+    (line,) = [line for line in report.splitlines() if "share their row" in line]
+    assert [table for table in ("t_user", "t_item", "t_tags") if table in line] == ["t_user"]
 
 
 def test_whole_floats_are_ids_and_nan_is_a_missing_one(tmp_path: Path) -> None:
