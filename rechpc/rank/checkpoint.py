@@ -5,21 +5,18 @@ another. Nothing is pickled. `docs/checkpoints.md` describes the format, `docs/d
 says why this is not torch.distributed.checkpoint; `rechpc.manifest` knows the files, `rechpc.rank.saver` when.
 """
 
-import concurrent.futures
 import fnmatch
 import functools
 import hashlib
 import json
 import logging
 import math
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import xxhash
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import ShardedTensor
 
@@ -28,7 +25,7 @@ from rechpc.choices import DataKind
 from rechpc.config import CheckpointConfig, RunConfig
 from rechpc.errors import CheckpointError, RechpcError, TrainingError
 from rechpc.manifest import RNG, Block, File, Manifest, Tensor
-from rechpc.rank import reading
+from rechpc.rank import reading, writing
 from rechpc.rank.optim import Optimizers
 from rechpc.rank.process import Process, seed
 from rechpc.rank.reading import Copy, Part
@@ -176,29 +173,9 @@ def _make_empty(path: Path) -> None:
 
 def _write_share(directory: Path, mine: Share, rank: int) -> tuple[File, list[tuple[str, str, tuple[int, ...], Block]]]:
     """Write a rank's file, durably; what it holds."""
-    path, position = directory / f"rank-{rank:05d}.bin", 0
-    slow, fast = hashlib.sha256(), xxhash.xxh3_128()
-
-    def hash_(view: memoryview) -> None:
-        slow.update(view)
-        fast.update(view)
-
+    path = directory / f"rank-{rank:05d}.bin"
     try:
-        # A thread of its own for the checksums: they take about as long as writing.
-        with open(path, "xb") as file, concurrent.futures.ThreadPoolExecutor(1) as beside:
-            for name, piece in mine.pieces:
-                values = piece.cpu()
-                view = memoryview(values.view(torch.uint8).numpy())
-                hashed = beside.submit(hash_, view)
-                file.write(view)
-                # Has the disk begin now, beside the checksum, and not at the fsync.
-                os.posix_fadvise(file.fileno(), position, len(view), os.POSIX_FADV_DONTNEED)
-                position += len(view)
-                if values.is_floating_point() and values.numel() and not all(map(math.isfinite, values.aminmax())):
-                    raise TrainingError(f"step {mine.step}: {name} holds a value that is not finite: diverged")
-                hashed.result()
-            file.flush()
-            os.fsync(file.fileno())
+        file = writing.write(path, _finite(mine))
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror}") from error
     entries, position = [], 0
@@ -206,7 +183,16 @@ def _write_share(directory: Path, mine: Share, rank: int) -> tuple[File, list[tu
         block = Block(path.name, position, part.offset, tuple(part.tensor.shape))
         entries.append((part.name, part.dtype, part.shape, block))
         position += part.tensor.numel() * part.tensor.element_size()
-    return File(path.name, position, slow.hexdigest(), fast.hexdigest()), entries
+    return file, entries
+
+
+def _finite(mine: Share) -> Iterator[memoryview]:
+    """The bytes of a share, each checked while it is on its way into a cache. Raises TrainingError."""
+    for name, piece in mine.pieces:
+        for chunk in piece.cpu().split(writing.CHUNK_BYTES // piece.element_size()):
+            if chunk.is_floating_point() and chunk.numel() and not all(map(math.isfinite, chunk.aminmax())):
+                raise TrainingError(f"step {mine.step}: {name} holds a value that is not finite: diverged")
+            yield memoryview(chunk.view(torch.uint8).numpy())
 
 
 def _manifest(written: list[Any], mine: Share, facts: dict[str, Any]) -> Manifest:

@@ -41,6 +41,23 @@ def disk(tmp_path) -> Iterator[Path]:
     subprocess.run(["umount", "--lazy", str(path)], check=True, timeout=30)
 
 
+@pytest.fixture
+def disk_with_quota(tmp_path) -> Iterator[Path]:
+    """A file system that counts what is in it; btrfs, whose quotas hold for root too."""
+    path, image = tmp_path / "disk", tmp_path / "image"
+    path.mkdir()
+    with open(image, "wb") as file:
+        file.truncate(160 << 20)
+    commands = [["mkfs.btrfs", "-q", image], ["mount", "-o", "loop", image, path], ["btrfs", "quota", "enable", path]]
+    try:
+        for command in commands:
+            subprocess.run(command, check=True, timeout=60, capture_output=True, text=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"no btrfs to be had here: {getattr(error, 'stderr', None) or error}")
+    yield path
+    subprocess.run(["umount", "--lazy", path], check=True, timeout=30)
+
+
 @contextlib.contextmanager
 def full(run: RunDir) -> Iterator[None]:
     filler = run.path / "filler"
@@ -72,7 +89,17 @@ def forbidden(run: RunDir) -> Iterator[None]:
 
 @contextlib.contextmanager
 def over_quota(run: RunDir) -> Iterator[None]:
-    """A write fails at some byte, as beyond a quota, which root has not."""
+    def limit(size: str) -> None:
+        subprocess.run(["btrfs", "qgroup", "limit", size, str(run.path.parents[1])], check=True, timeout=30)
+
+    limit("700000")  # a checkpoint, and part of another
+    yield
+    limit("none")
+
+
+@contextlib.contextmanager
+def too_large(run: RunDir) -> Iterator[None]:
+    """A write fails at some byte."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))
     yield
@@ -128,20 +155,22 @@ TROUBLES = {
     "No space left on device": full,
     "Read-only file system": read_only,
     "Permission denied": forbidden,
-    "File too large": over_quota,
+    "Disk quota exceeded": over_quota,
+    "File too large": too_large,
 }
+DISKS = {full: "disk", read_only: "disk", over_quota: "disk_with_quota", forbidden: "tmp_path", too_large: "tmp_path"}
 
 
 @pytest.mark.parametrize("reason", TROUBLES)
-def test_training_outlives_a_failed_save_and_stops_after_two_in_a_row(ranks, request, tmp_path, reason):
-    on_disk = reason in ("No space left on device", "Read-only file system")
-    run = RunDir.create(request.getfixturevalue("disk") if on_disk else tmp_path, "run")
-    for found in ranks(2, save_in_trouble, CONFIG, run, TROUBLES[reason]):
+def test_training_outlives_a_failed_save_and_stops_after_two_in_a_row(ranks, request, reason):
+    trouble = TROUBLES[reason]
+    run = RunDir.create(request.getfixturevalue(DISKS[trouble]), "run")
+    for found in ranks(2, save_in_trouble, CONFIG, run, trouble):
         assert found["committed_after_a_failure"] == [1]
         assert [failure.rpartition(": ")[2] for failure in found["failures"]] == [reason] * 3
         assert found["error"].startswith(f"step 5: checkpoint not written: {run.checkpoints_path}")
         assert found["error"].endswith(f"{reason} (failures in a row: 2; the last one is of step 3)")
-        assert found["space_kept_bytes"] <= 0 or not on_disk
+        assert found["space_kept_bytes"] <= 0 or DISKS[trouble] != "disk"
     assert run.committed_steps() == [3]
     assert manifest.damage(run.checkpoint_path(3)) is None
     assert [path.name for path in run.checkpoints_path.iterdir()] == ["step-000000003"]
