@@ -7,7 +7,8 @@ memory of every rank beside what the plan says: weights, optimizer state and buf
 rows, tables, batch, memory; ranks has both a batch that grows with the ranks and one that does not.
 
 --files measures something else, at M: windows of training from prepared files, of training from the same batches in
-memory, of evaluation from files, and of the forward pass of training alone, in turn in the same processes; and of reading.
+memory, of evaluation from files, and of the forward pass of training alone, in turn in the same processes. How fast
+the files are read alone is in the record too.
 """
 
 import argparse
