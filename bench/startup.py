@@ -48,12 +48,12 @@ def measure(options: argparse.Namespace) -> None:
     from rechpc.host.task import rank_environment  # noqa: PLC0415
     from rechpc.rules import dump  # noqa: PLC0415
 
-    facts = argparse.Namespace(ranks=RANKS, optimizer="sgd", rate=0.1)
+    facts = argparse.Namespace(ranks=RANKS, rate=0.1)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        config = peers.config_of(peers.CASES["M"], facts, folder, BATCH, seed=1)
+        config = peers.config_of(peers.M, facts, folder, seed=1)
         config.trainer.max_steps = 1
-        peers.generate(folder / "npy", 10 * BATCH)
+        peers.generate(folder / "npy", 10 * BATCH, peers.M.num_ids)
         peers.prepare(config.data)
         env = {**os.environ, **rank_environment(config, {}, code_path=ROOT, cpus=RANKS)}
         env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
