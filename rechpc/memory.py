@@ -89,6 +89,13 @@ def check_known(cluster: ClusterConfig) -> None:
 def check(config: RunConfig) -> None:
     """Raise ConfigError for tables that cannot fit, whatever the plan; what passes may still not fit."""
     check_known(config.cluster)
+    host, limit_gib = host_bytes(config), config.job.memory_gib or config.cluster.host_memory_gib
+    if limit_gib and host > limit_gib * topology.GIB:
+        key = "job.memory_gib" if config.job.memory_gib else "cluster.host_memory_gib"
+        raise ConfigError(
+            f"{key}={limit_gib:g}: a node needs at least {size(host)} of host memory for {_on_host(config)}; ask for "
+            "more of it or for more job.nodes, or set checkpoint.asynchronous=false, which needs no copy"
+        )
     sharding, capacity, found = config.sharding, capacity_bytes(config), tables(config)
     behind_gpu = {sharding.kernel, *(k for chosen in sharding.tables.values() for k in chosen.kernels)}
     if capacity is None or behind_gpu != {Kernel.fused}:
@@ -103,6 +110,20 @@ def check(config: RunConfig) -> None:
             f"{config.world_size} ranks, which have {size(capacity)} for them (largest: {largest.name}, "
             f"{size(largest.total_bytes)}); `python -m rechpc.plan` with the same arguments says what would fit"
         )
+
+
+def host_bytes(config: RunConfig) -> int:
+    """The least that a node needs of host memory: tables on CPUs, and the copy of which a save beside training writes.
+
+    Both with the state of optimizers, shared evenly between nodes.
+    """
+    times = (config.cluster.device is Device.cpu) + config.checkpoint.asynchronous
+    return times * -(-sum(t.total_bytes for t in tables(config)) // config.job.nodes)
+
+
+def _on_host(config: RunConfig) -> str:
+    held = ["tables"] * (config.cluster.device is Device.cpu)
+    return " and ".join(held + ["the copy that is saved beside training"] * config.checkpoint.asynchronous)
 
 
 def largest_rank_bytes(found: list[TableMemory], sharding: ShardingType, *, world_size: int) -> int:
@@ -159,6 +180,8 @@ def report(config: RunConfig) -> str:
     lines.append(f"largest of {world_size} ranks, sharding {sharding}: {size(needed)}{estimate}")
     if capacity is not None:
         lines.append(f"a rank has {size(capacity)} for tables" + _verdict(config, needed, capacity))
+    if host_bytes(config):
+        lines.append(f"a node takes {size(host_bytes(config))} of host memory for {_on_host(config)}")
     return "\n".join(lines)
 
 

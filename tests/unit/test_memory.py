@@ -4,6 +4,7 @@ import pytest
 
 from rechpc import memory
 from rechpc.config import ShardingType
+from rechpc.errors import ConfigError
 from rechpc.topology import GIB
 
 TABLES = ["{name: a, rows: 1_000}", "{name: b, rows: 300}", "{name: c, rows: 300, table: t_b}", "{name: d, rows: 7}"]
@@ -59,3 +60,13 @@ def test_a_rank_that_cannot_hold_its_tables_is_said_in_the_report(make_config):
     assert "a rank has 64.0 GiB for tables, 93.1% of it used" in text
     text = memory.report(make_config(*big, "sharding.reserve=0.5"))
     assert "a rank has 32.0 GiB for tables: TOO LITTLE; all tables together need at least 4 ranks" in text
+
+
+def test_the_copy_of_a_save_beside_training_counts_to_the_memory_of_a_node(make_config):
+    rows = 1 << 26  # of 16 columns: 4 GiB
+    big = [f"data.sparse=[{{name: a, rows: {rows}}}]", "optimizer=sgd", "job.nodes=2", "cluster.launcher=slurm"]
+    memory.check(make_config(*big, "job.memory_gib=4"))
+    assert "a node takes 4.0 GiB of host memory for tables and the copy that is" in memory.report(make_config(*big))
+    with pytest.raises(ConfigError, match=r"job.memory_gib=3: a node needs at least 4\.0 GiB of host memory for tables"):
+        memory.check(make_config(*big, "job.memory_gib=3"))
+    memory.check(make_config(*big, "job.memory_gib=3", "checkpoint.asynchronous=false"))
