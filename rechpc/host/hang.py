@@ -29,7 +29,7 @@ _THREAD = re.compile(r"^(?:Current thread|Thread) 0x.*\(most recent call first\)
 _FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
 # Where a rank waits for the others, or for its GPU: in a library, or for the sums of a step.
 _LIBRARIES = re.compile(r"/(torch|torchrec)/")
-SUMS = "flush"  # of rechpc.rank.loop
+SUMS = "_receive"  # of rechpc.rank.pulse
 _TIMES_OTHERS = "/rechpc/rank/breakdown.py"  # stands between every wait and who waits, and is never stuck itself
 _STATES = {"T": "stopped (SIGSTOP)", "D": "in an uninterruptible read or write", "Z": "dead"}
 

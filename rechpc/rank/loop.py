@@ -63,12 +63,15 @@ def run_attempt(config: RunConfig, run: RunDir, attempt: AttemptDir, env: RankEn
         parts = breakdown.on(here.device)
         stack.enter_context(parts.counting_waits())
         loop = _Loop(config, run, attempt, here, report, parts)
-        reason = loop.train()
-        outcome = Outcome.finished
-        if reason is None:
-            loop.finish()
-        else:
-            outcome = Outcome.drained if reason is StopReason.drain else Outcome.requeued
+        try:
+            reason = loop.train()
+            if reason is None:
+                loop.finish()
+        except BaseException as error:
+            loop.saver.outlive(error)
+            raise
+        outcomes = {None: Outcome.finished, StopReason.drain: Outcome.drained, StopReason.requeue: Outcome.requeued}
+        outcome = outcomes[reason]
         report.end(outcome, step=loop.state.step, checkpoint_step=loop.saver.committed_step)
         return outcome
 

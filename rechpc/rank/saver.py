@@ -11,7 +11,7 @@ import math
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from pathlib import Path
@@ -163,6 +163,15 @@ class Saver:
             step = self.committed_step
             kept = "there is none" if step is None else f"the last one is of step {step}"
             raise CheckpointError(f"{self._failure} (failures in a row: {self._misses}; {kept})")
+
+    def outlive(self, error: BaseException) -> None:
+        """Let the save that is under way end before the error that ends this rank does.
+
+        The others still write their shares: they wait for this rank in their next step.
+        """
+        if self._save is not None:
+            logger.info("step=%d is still being saved; %s ends the run after it", self._save.step, type(error).__name__)
+            wait([self._save.future], timeout=self._config.job.signal_lead_s)
 
     def _account(self, save: _Save, size_bytes: int, duration_s: float, stall_s: float) -> None:
         lead_s = self._config.job.signal_lead_s

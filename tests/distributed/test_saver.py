@@ -9,8 +9,10 @@ import pytest
 
 from rechpc import manifest
 from rechpc.config import RunConfig
+from rechpc.errors import DataError
 from rechpc.rank import checkpoint
-from rechpc.rank.saver import interval_s
+from rechpc.rank.checkpoint import State
+from rechpc.rank.saver import Saver, interval_s
 from rechpc.rundir import Outcome, RunDir, read_json
 from tests.configs import tiny
 from tests.distributed.trainer import Parts, attempt_in_process, trainer, whole
@@ -136,6 +138,31 @@ def test_a_save_that_is_too_slow_for_its_interval_or_the_signal_lead_is_told(ran
     lines = ranks(1, warnings_of, config, RunDir.create(tmp_path, "run"))[0]
     assert lines[0].endswith("checkpoint.every=1 is too small for it")
     assert lines[1].endswith("it would not end within job.signal_lead_s=0")
+
+
+def fail_while_saving(env, config: RunConfig, run: RunDir) -> Outcome | str:
+    """An attempt that fails in the step after a save, whose bytes are written only after that."""
+    gate, save, outlive = Gate(), Saver.save, Saver.outlive
+
+    def saving(saver: Saver, step: int, state: State) -> None:
+        save(saver, step, state)
+        raise DataError("spoiled")
+
+    Saver.save = saving
+    Saver.outlive = lambda saver, error: (gate.opened.set(), outlive(saver, error))
+    try:
+        return attempt_in_process(env, config, run, "fails.0")
+    finally:
+        Saver.save, Saver.outlive = save, outlive
+        gate.remove()
+
+
+def test_a_save_that_is_under_way_is_completed_when_something_else_ends_the_run(ranks, tmp_path):
+    run, config = RunDir.create(tmp_path, "run"), tiny("checkpoint.every=4", world_size=2)
+    run.start_attempt("fails.0")
+    assert ranks(2, fail_while_saving, config, run) == ["DataError: spoiled"] * 2
+    assert run.committed_steps() == [4]
+    assert manifest.damage(run.checkpoint_path(4)) is None
 
 
 def test_the_best_by_a_metric_is_kept_beside_the_newest(ranks, tmp_path):

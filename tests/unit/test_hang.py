@@ -79,7 +79,7 @@ OTHER_COLLECTIVE = [WAIT[0], ["/r/code/rechpc/rank/optim.py:3", "set_step"]]
         ([seen(0, []), seen(1, WAIT), seen(2, [], state="T")], [2, 0]),
         ([seen(0, WAIT, state="D"), seen(1, WAIT)], [0]),
         ([seen(0, WAIT), seen(1, WAIT), seen(2, WAIT), seen(3, OTHER_COLLECTIVE)], [3]),
-        ([seen(0, [["/r/code/rechpc/rank/loop.py:9", "flush"]]), seen(1, ELSEWHERE)], [1]),
+        ([seen(0, [["/r/code/rechpc/rank/pulse.py:9", "_receive"]]), seen(1, ELSEWHERE)], [1]),
         ([seen(0, WAIT), seen(1, WAIT)], []),
         ([], []),
     ],
@@ -89,7 +89,7 @@ def test_the_stuck_rank_is_the_one_that_is_not_where_the_others_wait(ranks, name
 
 
 def test_the_loop_waits_for_the_sums_of_a_step_where_it_is_known_to():
-    tree = ast.parse((Path(hang.__file__).parents[1] / "rank/loop.py").read_text())
+    tree = ast.parse((Path(hang.__file__).parents[1] / "rank/pulse.py").read_text())
     waits = {
         function.name
         for function in ast.walk(tree)

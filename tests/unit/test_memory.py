@@ -67,6 +67,8 @@ def test_the_copy_of_a_save_beside_training_counts_to_the_memory_of_a_node(make_
     big = [f"data.sparse=[{{name: a, rows: {rows}}}]", "optimizer=sgd", "job.nodes=2", "cluster.launcher=slurm"]
     memory.check(make_config(*big, "job.memory_gib=4"))
     assert "a node takes 4.0 GiB of host memory for tables and the copy that is" in memory.report(make_config(*big))
-    with pytest.raises(ConfigError, match=r"job.memory_gib=3: a node needs at least 4\.0 GiB of host memory for tables"):
+    with pytest.raises(
+        ConfigError, match=r"job.memory_gib=3: a node needs at least 4\.0 GiB of host memory for tables"
+    ):
         memory.check(make_config(*big, "job.memory_gib=3"))
     memory.check(make_config(*big, "job.memory_gib=3", "checkpoint.asynchronous=false"))
