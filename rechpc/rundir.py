@@ -5,6 +5,8 @@ a read believes only final names. Standard library only.
 """
 
 import contextlib
+import functools
+import hashlib
 import json
 import os
 import secrets
@@ -293,6 +295,15 @@ class SweepDir:
 def new_id() -> str:
     """A name that sorts by time and that no other command gets."""
     return time.strftime("%Y%m%d-%H%M%S-") + secrets.token_hex(2)
+
+
+@functools.cache
+def code_sha256() -> str:
+    """The digest of this package's code, be it the checkout's or the copy in a run directory."""
+    package, digest = Path(__file__).parent, hashlib.sha256()
+    for path in sorted(package.rglob("*.py")):
+        digest.update(str(path.relative_to(package)).encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()
 
 
 def write_text(path: Path, text: str) -> None:

@@ -22,9 +22,9 @@ from rechpc.config import CommandConfig, RunConfig
 from rechpc.dataset import INDEX_NAME
 from rechpc.errors import ConfigError, LaunchError
 from rechpc.follow import Interrupts, follow
-from rechpc.host import arrays, provenance, slurm, task
+from rechpc.host import arrays, slurm, task
 from rechpc.rules import dump
-from rechpc.rundir import RunDir, SweepDir, new_id, read_json, write_json, write_text
+from rechpc.rundir import RunDir, SweepDir, code_sha256, new_id, read_json, write_json, write_text
 from rechpc.state import entry, shown
 
 _POLL_S = 3.0  # each asks slurmctld
@@ -264,7 +264,7 @@ def _is_same(run: RunDir, config: RunConfig) -> bool:
     if run.path.is_symlink() or not run.result_path.exists() or config.checkpoint.init_from:
         return False
     made_of = read_json(run.provenance_path) or {}
-    if made_of.get("code_sha256") != provenance.code_sha256():
+    if made_of.get("code_sha256") != code_sha256():
         return False
     index = Path(config.data.path) / INDEX_NAME if config.data.path else None
     return index is None or not index.exists() or index.stat().st_mtime < float(made_of["written_at_s"])

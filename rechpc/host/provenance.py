@@ -4,8 +4,6 @@ The ranks import the snapshot, so that editing the checkout cannot change a queu
 here are recorded: an environment holds secrets.
 """
 
-import functools
-import hashlib
 import os
 import platform
 import re
@@ -21,7 +19,7 @@ from typing import Any
 import rechpc
 from rechpc.config import RunConfig
 from rechpc.errors import ConfigError
-from rechpc.rundir import RunDir, write_json
+from rechpc.rundir import RunDir, code_sha256, write_json
 
 _PACKAGE = Path(rechpc.__file__).resolve().parent
 _DISTRIBUTIONS = ("hydra-core", "omegaconf", "submitit")
@@ -45,15 +43,6 @@ def write(run: RunDir) -> None:
     """Write `provenance.json` and copy this package to `code/`."""
     shutil.copytree(_PACKAGE, run.code_path / "rechpc", ignore=shutil.ignore_patterns("__pycache__"))
     write_json(run.provenance_path, _facts())
-
-
-@functools.cache
-def code_sha256() -> str:
-    """The digest of this package's code."""
-    digest = hashlib.sha256()
-    for path in sorted(_PACKAGE.rglob("*.py")):
-        digest.update(str(path.relative_to(_PACKAGE)).encode() + b"\0" + path.read_bytes())
-    return digest.hexdigest()
 
 
 def versions() -> dict[str, str]:

@@ -5,7 +5,6 @@ not kept. One save at a time. All ranks learn of its outcome at the same step, s
 """
 
 import datetime
-import hashlib
 import logging
 import math
 import threading
@@ -14,7 +13,6 @@ from collections.abc import Callable
 from concurrent.futures import Future, wait
 from dataclasses import asdict, dataclass, replace
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -28,7 +26,7 @@ from rechpc.errors import CheckpointError, RechpcError
 from rechpc.rank import checkpoint
 from rechpc.rank.optim import Optimizers
 from rechpc.rank.process import Process
-from rechpc.rundir import RunDir, read_json
+from rechpc.rundir import RunDir, code_sha256, read_json
 
 logger = logging.getLogger(__name__)
 
@@ -228,15 +226,11 @@ def interval_s(stall_s: float, duration_s: float, mtbf_s: float) -> float:
 def _made_by(run: RunDir, config: RunConfig) -> dict[str, Any]:
     """What saves, for people and for a later attempt to compare itself with; nothing that may be secret."""
     values = asdict(config)
-    digest = hashlib.sha256()
-    package = Path(rechpc.__file__).parent
-    for path in sorted(package.rglob("*.py")):
-        digest.update(str(path.relative_to(package)).encode() + b"\0" + path.read_bytes())
     installed = {d.metadata["Name"]: d.version for d in metadata.distributions()}
     return {
         "attempts": [{"name": a.name, **(read_json(a.facts_path) or {})} for a in run.attempts()],
         "world_size": config.world_size,
-        "code_sha256": digest.hexdigest(),
+        "code_sha256": code_sha256(),
         "versions": {"rechpc": rechpc.__version__, **{n: installed[n] for n in _DISTRIBUTIONS if n in installed}},
         "config": {key: values[key] for key in ("sharding", "trainer", "checkpoint")},
     }

@@ -15,8 +15,8 @@ import pytest
 from rechpc import compose, submit, table
 from rechpc.config import Launcher
 from rechpc.errors import ConfigError
-from rechpc.host import arrays, provenance, slurm
-from rechpc.rundir import RunDir, read_json, write_json
+from rechpc.host import arrays, slurm
+from rechpc.rundir import RunDir, code_sha256, read_json, write_json
 from rechpc.study import Interval, Study, is_minimized
 from rechpc.sweep import _is_same
 from tests.slurm.runs import wait_until
@@ -275,7 +275,7 @@ def test_a_run_that_another_sweep_has_finished_is_kept_and_not_repeated(command,
 def test_a_run_of_another_sweep_is_repeated_where_it_need_not_be_the_same(command, finished, monkeypatch, why):
     more = ["sweep.reuse=false"] if why == "asked" else []
     if why == "other code":
-        monkeypatch.setattr("rechpc.host.provenance.code_sha256", lambda: "other")
+        monkeypatch.setattr("rechpc.sweep.code_sha256", lambda: "other")
     elif why == "gone":
         command("cluster=slurm", "sweep.dir=sweep", "seed=1,2")
         shutil.rmtree("runs")
@@ -294,7 +294,7 @@ def test_data_that_were_prepared_anew_make_another_run(tmp_path, make_config):
     write_json(run.result_path, {"state": "finished"})
     write_json(tmp_path / "index.json", {})
     for written_at_s, same in ((time.time() + 60, True), (time.time() - 60, False)):
-        write_json(run.provenance_path, {"code_sha256": provenance.code_sha256(), "written_at_s": written_at_s})
+        write_json(run.provenance_path, {"code_sha256": code_sha256(), "written_at_s": written_at_s})
         assert _is_same(run, config) is same
 
 
