@@ -15,7 +15,6 @@ import argparse
 import dataclasses
 import json
 import logging
-import os
 import resource
 import statistics
 import subprocess
@@ -37,7 +36,6 @@ sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
 import peers  # noqa: E402
 
 from rechpc import config as c  # noqa: E402
-from rechpc.host.task import rank_environment  # noqa: E402
 from rechpc.rank import breakdown, process  # noqa: E402
 from rechpc.rank.data import Batch, GlobalBatches, open_splits  # noqa: E402
 from rechpc.rank.metrics import gather_predictions  # noqa: E402
@@ -120,8 +118,7 @@ def start(point: Point, facts: dict[str, Any]) -> dict[str, Any]:
 
 def launch(config: c.RunConfig, settings: Path, *further: str) -> None:
     """Run this file on every rank."""
-    env = {**os.environ, **rank_environment(config, {}, code_path=ROOT, cpus=config.world_size)}
-    env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    env = peers.environment(config, cpus=config.world_size)
     torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", str(config.world_size), "--rdzv-backend", "c10d"]
     torchrun += ["--rdzv-endpoint", "127.0.0.1:0", "--local-addr", "127.0.0.1"]
     command = [sys.executable, *torchrun, __file__, "--rank", str(settings), *further]

@@ -147,9 +147,7 @@ def _measure(options: argparse.Namespace, folder: Path, seed: int, tuned: bool) 
     facts = {"dlrm": options.dlrm and str(options.dlrm.absolute()), "case": options.case, "run": str(run.path)}
     facts |= {"npy": str(folder / "npy"), "window": options.window, "pairs": options.pairs, "seed": seed}
     settings.write_text(json.dumps({**facts, "answer": str(folder / "answer.json")}))
-    ours = rank_environment(config, {}, code_path=ROOT, cpus=options.ranks * options.threads)
-    env = {**os.environ, **(ours if tuned else {})}
-    env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    env = environment(config, cpus=options.ranks * options.threads, tuned=tuned)
     torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", str(options.ranks), "--rdzv-backend", "c10d"]
     torchrun += ["--rdzv-endpoint", "127.0.0.1:0", "--local-addr", "127.0.0.1"]
     command = [sys.executable, *torchrun, __file__, "--rank", str(settings)]
@@ -159,6 +157,13 @@ def _measure(options: argparse.Namespace, folder: Path, seed: int, tuned: bool) 
     about = {"case": options.case, "peer": "dlrm_main" if options.dlrm else "bare loop", "batch": case.batch}
     about |= {"optimizer": case.optimizer, "rate": options.rate, "ranks": options.ranks, "threads": options.threads}
     return {**about, **machine(), **json.loads((folder / "answer.json").read_text())}
+
+
+def environment(config: c.RunConfig, *, cpus: int, tuned: bool = True) -> dict[str, str]:
+    """What ranks are started with: this checkout and, if `tuned`, the variables that a host task sets."""
+    ours = rank_environment(config, {}, code_path=ROOT, cpus=cpus) if tuned else {}
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    return {**os.environ, **ours, "PYTHONPATH": path}
 
 
 def config_of(case: Case, options: argparse.Namespace, folder: Path, seed: int) -> c.RunConfig:

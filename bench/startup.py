@@ -45,7 +45,6 @@ def measure(options: argparse.Namespace) -> None:
     """Both in turn; prints and writes what came of it."""
     import peers  # noqa: PLC0415 - imports torch, which the ranks are to do when their clock runs
 
-    from rechpc.host.task import rank_environment  # noqa: PLC0415
     from rechpc.rules import dump  # noqa: PLC0415
 
     facts = argparse.Namespace(ranks=RANKS, rate=0.1)
@@ -55,8 +54,7 @@ def measure(options: argparse.Namespace) -> None:
         config.trainer.max_steps = 1
         peers.generate(folder / "npy", 10 * BATCH, peers.M.num_ids)
         peers.prepare(config.data)
-        env = {**os.environ, **rank_environment(config, {}, code_path=ROOT, cpus=RANKS)}
-        env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+        env = peers.environment(config, cpus=RANKS)
         pairs = []
         for pair in range(options.pairs + 1):
             seconds = {}

@@ -52,10 +52,11 @@ def disk_with_quota(tmp_path) -> Iterator[Path]:
     try:
         for command in commands:
             subprocess.run(command, check=True, timeout=60, capture_output=True, text=True)
+        yield path
     except (OSError, subprocess.CalledProcessError) as error:
         pytest.skip(f"no btrfs to be had here: {getattr(error, 'stderr', None) or error}")
-    yield path
-    subprocess.run(["umount", "--lazy", path], check=True, timeout=30)
+    finally:
+        subprocess.run(["umount", "--lazy", path], check=False, timeout=30)
 
 
 @contextlib.contextmanager
