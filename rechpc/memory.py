@@ -89,12 +89,10 @@ def check_known(cluster: ClusterConfig) -> None:
 def check(config: RunConfig) -> None:
     """Raise ConfigError for tables that cannot fit, whatever the plan; what passes may still not fit."""
     check_known(config.cluster)
-    host, limit_gib = host_bytes(config), config.job.memory_gib or config.cluster.host_memory_gib
-    if limit_gib and host > limit_gib * topology.GIB:
-        key = "job.memory_gib" if config.job.memory_gib else "cluster.host_memory_gib"
+    if exceeded := _exceeded(config):
         raise ConfigError(
-            f"{key}={limit_gib:g}: a node needs at least {size(host)} of host memory for {_on_host(config)}; ask for "
-            "more of it or for more job.nodes, or set checkpoint.asynchronous=false, which needs no copy"
+            f"{exceeded}: a node needs at least {size(host_bytes(config))} of host memory for {_on_host(config)}; ask "
+            "for more of it or for more job.nodes, or set checkpoint.asynchronous=false, which needs no copy"
         )
     sharding, capacity, found = config.sharding, capacity_bytes(config), tables(config)
     behind_gpu = {sharding.kernel, *(k for chosen in sharding.tables.values() for k in chosen.kernels)}
@@ -119,6 +117,14 @@ def host_bytes(config: RunConfig) -> int:
     """
     times = (config.cluster.device is Device.cpu) + config.checkpoint.asynchronous
     return times * -(-sum(t.total_bytes for t in tables(config)) // config.job.nodes)
+
+
+def _exceeded(config: RunConfig) -> str:
+    """The setting that gives a node less host memory than that; nothing where none does."""
+    key, limit_gib = "job.memory_gib", float(config.job.memory_gib or 0)
+    if not limit_gib:
+        key, limit_gib = "cluster.host_memory_gib", config.cluster.host_memory_gib or 0.0
+    return f"{key}={limit_gib:g}" if limit_gib and host_bytes(config) > limit_gib * topology.GIB else ""
 
 
 def _on_host(config: RunConfig) -> str:
@@ -181,7 +187,8 @@ def report(config: RunConfig) -> str:
     if capacity is not None:
         lines.append(f"a rank has {size(capacity)} for tables" + _verdict(config, needed, capacity))
     if host_bytes(config):
-        lines.append(f"a node takes {size(host_bytes(config))} of host memory for {_on_host(config)}")
+        verdict = f": TOO MUCH for {_exceeded(config)}" if _exceeded(config) else ""
+        lines.append(f"a node takes {size(host_bytes(config))} of host memory for {_on_host(config)}{verdict}")
     return "\n".join(lines)
 
 

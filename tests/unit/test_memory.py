@@ -71,4 +71,7 @@ def test_the_copy_of_a_save_beside_training_counts_to_the_memory_of_a_node(make_
         ConfigError, match=r"job.memory_gib=3: a node needs at least 4\.0 GiB of host memory for tables"
     ):
         memory.check(make_config(*big, "job.memory_gib=3"))
+    assert "saved beside training: TOO MUCH for job.memory_gib=3" in memory.report(
+        make_config(*big, "job.memory_gib=3")
+    )
     memory.check(make_config(*big, "job.memory_gib=3", "checkpoint.asynchronous=false"))
