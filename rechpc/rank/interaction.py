@@ -1,8 +1,8 @@
 """What a CPU computes of TorchRec's DLRM in fewer passes over the rows, to float tolerance the same.
 
 Where tables are pooled quickly, the time of a step beside the products of matrices goes into copies: of the pooled rows
-into the order of the features, of arrays that are added to another one, and into fresh memory for each
-(docs/performance.md). Parameters, their names and initial values stay TorchRec's.
+into the order of the features, of arrays that are added to another one, and into fresh memory for each; and into
+threads that are woken for little (docs/performance.md). Parameters, their names and initial values stay TorchRec's.
 
 Shape legend: B rows of a local batch, F sparse features, V = F + 1 vectors with the dense one, D columns, E = F D,
 P pairs of vectors, O = D + P outputs of the dot interaction; N = V D columns of the cross net, R its rank.
@@ -11,6 +11,7 @@ P pairs of vectors, O = D + P outputs of the dot interaction; N = V D columns of
 from typing import Any
 
 import torch
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
 from torch import nn
 from torchrec.models.dlrm import DLRM, DLRM_DCN
 from torchrec.modules.crossnet import LowRankCrossNet
@@ -149,3 +150,23 @@ class CrossInteraction(nn.Module):
         pooled, net = sparse_features.to_dict(), self.crossnet
         x0_BN = torch.cat((dense_features, *(pooled[name] for name in self._features)), dim=1)
         return _Cross.apply(x0_BN, len(net.bias), *net.V_kernels, *net.W_kernels, *net.bias)
+
+
+def update_tables_on_one_thread(model: nn.Module) -> None:
+    """Have FBGEMM's backward pass of the tables of a sharded model on the CPU use one thread, whatever the others use.
+
+    It sorts the ids of each table in parallel parts of microseconds, and nothing else of it is parallel: with 2 threads
+    it took 6 to 60 % longer up to 2,048 ids a table, and as long with 32,768 (FBGEMM 1.8, docs/performance.md).
+    """
+    for module in model.modules():
+        for lookup in getattr(module, "_lookups", ()):  # a plain list in TorchRec
+            for tables in lookup.modules():
+                if isinstance(tables, SplitTableBatchedEmbeddingBagsCodegen):
+                    tables.register_forward_hook(_hook_backward)
+
+
+def _hook_backward(_: nn.Module, __: Any, pooled_BE: torch.Tensor) -> None:
+    if pooled_BE.grad_fn is not None:
+        threads = torch.get_num_threads()
+        pooled_BE.grad_fn.register_prehook(lambda _: torch.set_num_threads(1))
+        pooled_BE.grad_fn.register_hook(lambda _, __: torch.set_num_threads(threads))

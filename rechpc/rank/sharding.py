@@ -25,6 +25,7 @@ from rechpc.config import RunConfig
 from rechpc.errors import ConfigError, RechpcError
 from rechpc.planned import Plan, made_for, render
 from rechpc.rank.data import Batch
+from rechpc.rank.interaction import update_tables_on_one_thread
 from rechpc.rank.model import WeightedLoss, init_table_shard
 from rechpc.rank.planning import Sharder, make_plan
 from rechpc.rank.process import Process
@@ -47,6 +48,8 @@ def shard(model: WeightedLoss, config: RunConfig, run: RunDir, process: Process)
         sharders=[Sharder(config)],
     )
     _init_tables(sharded, config)
+    if process.device.type == Device.cpu:
+        update_tables_on_one_thread(sharded)
     return sharded
 
 

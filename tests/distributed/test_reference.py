@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
 from torch import nn
 from torchrec.models.dlrm import InteractionArch, InteractionDCNArch
 from torchrec.modules.crossnet import LowRankCrossNet
@@ -164,6 +165,33 @@ def test_the_interactions_are_those_of_torchrec_in_value_and_gradient(num_featur
         kernels = [p.grad for p in crossnet.parameters()] if is_dcn else []
         found.append((output, dense.grad, *(tables[n].grad for n in names), *kernels))
     torch.testing.assert_close(found[0], found[1], rtol=1e-12, atol=1e-12)
+
+
+def threads_of_steps(env, config: RunConfig, run: RunDir) -> tuple[list[int], int]:
+    """Threads while tables are updated, and after the steps, of a rank that has 2."""
+    found: list[int] = []
+    before = torch.get_num_threads()
+
+    def watch(_: nn.Module, __: object, pooled: torch.Tensor) -> None:
+        pooled.grad_fn.register_prehook(lambda _: found.append(torch.get_num_threads()))
+
+    with trainer(env, config, run) as one:
+        torch.set_num_threads(2)
+        for module in one.model.modules():
+            for lookup in getattr(module, "_lookups", ()):
+                for tables in lookup.modules():
+                    if isinstance(tables, SplitTableBatchedEmbeddingBagsCodegen):
+                        tables.register_forward_hook(watch)
+        one.train(0, 2)
+        after = torch.get_num_threads()
+    torch.set_num_threads(before)
+    return found, after
+
+
+def test_tables_are_updated_on_one_thread_and_the_others_come_back(ranks, tmp_path):
+    config = tiny()
+    (answer,) = ranks(1, threads_of_steps, config, RunDir.create(tmp_path, "run"))
+    assert answer == ([1, 1], 2)
 
 
 @dataclasses.dataclass
