@@ -1,6 +1,7 @@
 """A block of rows in memory, and the checks that every value passes before a model sees it.
 
-Arrays carry their shape: N rows of the block, F dense features. Must not know torch.
+Arrays carry their shape: N rows of the block, F dense features, S sparse features with one id in each row and L with
+lists of ids. Must not know torch.
 """
 
 from collections.abc import Sequence
@@ -30,16 +31,48 @@ class Block:
     def __len__(self) -> int:
         return len(self.labels_N)
 
-    def values(self, name: str, start: int, stop: int) -> np.ndarray:
-        """The ids of a feature in rows [start, stop)."""
-        offsets = self._offsets[name]
-        return self.bags[name][1][offsets[start] : offsets[stop]]
+    @cached_property
+    def singles(self) -> list[str]:
+        """The S features with one id in each row, in the order of the bags."""
+        return [name for name, (lengths_N, _) in self.bags.items() if lengths_N.base is _ONE]
 
     @cached_property
-    def _offsets(self) -> dict[str, np.ndarray]:
-        """Where the bag of each row begins, and the last one ends; not of features with one id in each row."""
-        lists = {name: lengths_N for name, (lengths_N, _) in self.bags.items() if not _is_one_each(lengths_N)}
-        return {name: np.concatenate([[0], np.cumsum(lengths_N)]) for name, lengths_N in lists.items()}
+    def lists(self) -> list[str]:
+        """The L others."""
+        return [name for name in self.bags if name not in self.singles]
+
+    # In one array, so that a run of rows is copied at once. A copy for each feature costs more than the copying: each
+    # waits for the interpreter, which the thread that trains needs as well.
+
+    @cached_property
+    def singles_SN(self) -> np.ndarray:
+        """The ids of the features with one in each row."""
+        return _stacked([self.bags[name][1] for name in self.singles], len(self))
+
+    @cached_property
+    def lengths_LN(self) -> np.ndarray:
+        """How many ids each row has of the others."""
+        return _stacked([self.bags[name][0] for name in self.lists], len(self))
+
+    def values(self, start: int, stop: int) -> list[np.ndarray]:
+        """The ids in rows [start, stop) of each feature with lists of them."""
+        ends = self._offsets_LN[:, [start, stop]].tolist() if self.lists else []
+        return [self.bags[name][1][low:high] for name, (low, high) in zip(self.lists, ends, strict=True)]
+
+    @cached_property
+    def _offsets_LN(self) -> np.ndarray:
+        """Where the bag of each row begins, and the last one ends."""
+        return np.pad(np.cumsum(self.lengths_LN, axis=1), ((0, 0), (1, 0)))
+
+
+def _stacked(arrays: list[np.ndarray], rows: int) -> np.ndarray:
+    """Arrays (N,) as one (number of arrays, N); without a copy where they are the rows of one."""
+    if not arrays:
+        return np.empty((0, rows), np.int32)
+    whole = arrays[0].base
+    if whole is not None and whole.shape == (len(arrays), rows) and all(a.base is whole for a in arrays):
+        return whole
+    return np.stack(arrays)
 
 
 class Source(Protocol):
@@ -58,24 +91,19 @@ def one_each(rows: int) -> np.ndarray:
     return np.ndarray(rows, np.int32, _ONE, strides=(0,))  # np.broadcast_to takes 20 us
 
 
-def _is_one_each(lengths_N: np.ndarray) -> bool:
-    return lengths_N.base is _ONE
-
-
 def gather(parts: Sequence[tuple[Block, int, int]]) -> Block:
     """Rows [start, stop) of each block in turn."""
-    bags = {}
-    for name, (lengths_N, _) in parts[0][0].bags.items():
-        if _is_one_each(lengths_N):
-            values = np.concatenate([block.bags[name][1][start:stop] for block, start, stop in parts])
-            bags[name] = one_each(len(values)), values
-        else:
-            values = np.concatenate([block.values(name, start, stop) for block, start, stop in parts])
-            bags[name] = np.concatenate([block.bags[name][0][start:stop] for block, start, stop in parts]), values
+    first, *_ = parts[0]
+    singles_SN = np.concatenate([block.singles_SN[:, start:stop] for block, start, stop in parts], axis=1)
+    lengths_LN = np.concatenate([block.lengths_LN[:, start:stop] for block, start, stop in parts], axis=1)
+    values = [np.concatenate(v) for v in zip(*(block.values(start, stop) for block, start, stop in parts), strict=True)]
+    one_N = one_each(singles_SN.shape[1])
+    bags = {name: (one_N, ids_N) for name, ids_N in zip(first.singles, singles_SN, strict=True)}
+    bags |= zip(first.lists, zip(lengths_LN, values, strict=True), strict=True)
     return Block(
         labels_N=np.concatenate([block.labels_N[start:stop] for block, start, stop in parts]),
         dense_NF=np.concatenate([block.dense_NF[start:stop] for block, start, stop in parts]),
-        bags=bags,
+        bags={name: bags[name] for name in first.bags},
     )
 
 
@@ -100,20 +128,30 @@ def check(block: Block, sparse: Sequence[SparseFeature], dense: Sequence[str], w
     bad = np.flatnonzero((block.labels_N != 0) & (block.labels_N != 1))
     if bad.size:
         raise DataError(f"{where}, row {bad[0]}: label {block.labels_N[bad[0]]}, expected 0 or 1")
-    bad = np.flatnonzero(~np.isfinite(block.dense_NF).all(axis=1))
-    if bad.size:
-        row = bad[0]
-        column = int(np.flatnonzero(~np.isfinite(block.dense_NF[row]))[0])
+    is_finite_NF = np.isfinite(block.dense_NF)
+    if not is_finite_NF.all():
+        row, column = np.argwhere(~is_finite_NF)[0]
         raise DataError(
             f"{where}, row {row}: dense feature {dense[column]!r} is {block.dense_NF[row, column]}, "
             "expected a finite number"
         )
+    ends = _ends(block)
     for feature in sparse:
-        lengths_N, values = block.bags[feature.name]
-        if values.size and (values.min() < 0 or values.max() >= feature.rows):
+        low, high = ends.get(feature.name, (0, 0))
+        if low < 0 or high >= feature.rows:
+            lengths_N, values = block.bags[feature.name]
             position = int(np.flatnonzero((values < 0) | (values >= feature.rows))[0])
             row = int(np.searchsorted(np.cumsum(lengths_N), position, side="right"))
             raise DataError(
                 f"{where}, row {row}: id {values[position]} of sparse feature {feature.name!r}, expected 0 to "
                 f"{feature.rows - 1}; raise its rows in data.sparse, or map ids at conversion"
             )
+
+
+def _ends(block: Block) -> dict[str, tuple[int, int]]:
+    """The smallest and the largest id of each feature that has one."""
+    if not len(block):
+        return {}
+    singles = zip(block.singles_SN.min(axis=1), block.singles_SN.max(axis=1), strict=True)
+    lists = {name: ids for name in block.lists if (ids := block.bags[name][1]).size}
+    return dict(zip(block.singles, singles, strict=True)) | {n: (ids.min(), ids.max()) for n, ids in lists.items()}
