@@ -7,8 +7,8 @@ memory of every rank beside what the plan says: weights, optimizer state and buf
 rows, tables, batch, memory; ranks has both a batch that grows with the ranks and one that does not.
 
 --files measures something else, at M: windows of training from prepared files, of training from the same batches in
-memory, of evaluation from files, and of the forward pass of training alone, in turn in the same processes. How fast
-the files are read alone is in the record too.
+memory, of evaluation from files, and of the forward pass of training alone, from files and from memory, in turn in the
+same processes. How fast the files are read alone is in the record too.
 """
 
 import argparse
@@ -252,8 +252,9 @@ def measure_files(path: Path) -> None:
             ways: dict[str, Callable[[], None]] = {
                 "files": lambda steps=steps: progress(pipeline, shuffled.batches(steps[0], steps[-1] + 1)),
                 "memory": lambda held=held: progress(pipeline, iter(held)),
-                "evaluation": lambda: evaluate(pipeline, in_order.batches(0, WINDOW), here),
-                "forward": lambda held=held: progress(pipeline, iter(held)),
+                "evaluation": lambda: evaluate(pipeline, in_order, here),
+                "forward": lambda: progress(pipeline, in_order.batches(0, WINDOW)),
+                "forward_memory": lambda held=held: progress(pipeline, iter(held)),
             }
             for name, way in ways.items():
                 # TorchRec's pipeline goes backward if the model trains; the forward pass of this one does not differ.
@@ -275,13 +276,14 @@ def progress(pipeline: breakdown.Pipeline, batches: Iterator[Batch]) -> None:
 
 
 @torch.no_grad()
-def evaluate(pipeline: breakdown.Pipeline, batches: Iterator[Batch], here: process.Process) -> None:
+def evaluate(pipeline: breakdown.Pipeline, batches: GlobalBatches, here: process.Process) -> None:
     """Evaluate a window as a run does, the scores included."""
-    logits, labels = [], []
-    for _ in range(WINDOW):
-        _, logits_B, labels_B, weights_B = pipeline.progress(batches)
-        logits.append(logits_B[weights_B > 0])
-        labels.append(labels_B[weights_B > 0])
+    iterator, logits, labels = batches.batches(0, WINDOW), [], []
+    for step in range(WINDOW):
+        _, logits_B, labels_B, _ = pipeline.progress(iterator)
+        real = slice(batches.num_local_samples(step))
+        logits.append(logits_B[real])
+        labels.append(labels_B[real])
     gather_predictions(logits, labels, here)
 
 
@@ -295,7 +297,7 @@ def summary(record: dict[str, Any]) -> str:
     if record["series"] == "files":
         windows = record["samples_per_s"]
         speeds = ", ".join(f"{name} {statistics.median(w[name] for w in windows):,.0f}" for name in windows[0])
-        pairs = (("files", "memory"), ("evaluation", "forward"))
+        pairs = (("files", "memory"), ("evaluation", "forward"), ("evaluation", "forward_memory"))
         ratios = {(a, b): sorted(w[a] / w[b] for w in windows) for a, b in pairs}
         shown = (f"{a}/{b} {statistics.median(r):.3f} ({r[0]:.3f} to {r[-1]:.3f})" for (a, b), r in ratios.items())
         return f"samples/s: {speeds}; {', '.join(shown)}, {len(windows)} windows"

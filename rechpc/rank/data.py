@@ -103,6 +103,18 @@ class GlobalBatches:
         start = step % self.steps_per_epoch * self._global_batch
         return min(self._global_batch, self._source.rows - start)
 
+    def num_local_samples(self, step: int) -> int:
+        """Those of them in this rank's part, where they come before the padding."""
+        first, last, _ = self._bounds(step)
+        return last - first
+
+    def _bounds(self, step: int) -> tuple[int, int, int]:
+        """Where this rank's rows begin and end in the global batch of a step, and how many they are with padding."""
+        num_samples = self.num_samples(step)
+        local_rows = -(-num_samples // self._world_size)
+        first = min(self._rank * local_rows, num_samples)
+        return first, min(first + local_rows, num_samples), local_rows
+
     def batches(self, start: int, stop: int) -> Generator[Batch, None, None]:
         """This rank's part of the global batches of steps [start, stop), read ahead; ends its thread when closed.
 
@@ -131,13 +143,10 @@ class GlobalBatches:
     def batch(self, step: int) -> Batch:
         """This rank's part of the global batch of a step. Raises DataError for a bad value."""
         epoch, index = divmod(step, self.steps_per_epoch)
-        num_samples = self.num_samples(step)
-        local_rows = -(-num_samples // self._world_size)
-        first = min(self._rank * local_rows, num_samples)
-        last = min(first + local_rows, num_samples)
+        first, last, local_rows = self._bounds(step)
         start = index * self._global_batch
         rows = self._rows(epoch, start + first, start + last)
-        return self._collate(pad(rows, local_rows), last - first, self._world_size / num_samples)
+        return self._collate(pad(rows, local_rows), last - first, self._world_size / self.num_samples(step))
 
     def _rows(self, epoch: int, first: int, last: int) -> Block:
         """Rows [first, last) of the order of an epoch."""

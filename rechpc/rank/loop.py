@@ -270,12 +270,13 @@ class _Loop:
             self._model.eval()
             logits, labels = [], []
             iterator = batches.batches(0, batches.steps_per_epoch)
-            for _ in range(batches.steps_per_epoch):
+            for step in range(batches.steps_per_epoch):
                 output: Output = self._pipeline.progress(iterator)
                 self._report.progress()
-                _, logits_B, labels_B, weights_B = output
-                logits.append(logits_B[weights_B > 0])
-                labels.append(labels_B[weights_B > 0])
+                _, logits_B, labels_B, _ = output
+                real = slice(batches.num_local_samples(step))  # weights would have to come from the device for that
+                logits.append(logits_B[real])
+                labels.append(labels_B[real])
             return gather_predictions(logits, labels, self._here)
 
     def _optimal(self) -> dict[str, float | None]:
