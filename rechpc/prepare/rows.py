@@ -170,9 +170,12 @@ class _Column:
         if raw.dtype.is_float():  # integers with missing values, as Pandas writes them
             raw = raw.fill_nan(None)
         if feature.mapping is IdMapping.hash:
-            key = self._keys(raw, as_number=False).alias(self._name).to_frame()
+            key = self._keys(raw, as_number=False).alias(self._name)
+            id_ = pl.first() % (feature.rows - 1) + 1
+            # Without a look at every value, where the type has as many bits.
+            id_ = id_.reinterpret(signed=True) if key.dtype == pl.UInt32 else id_.cast(pl.Int32)
             # The remainder of a division by 0 is null too.
-            return key.select((pl.first() % (feature.rows - 1) + 1).fill_null(0).cast(pl.Int32)).to_series()
+            return key.to_frame().select(id_.fill_null(0)).to_series()
         if feature.mapping is IdMapping.vocabulary:
             return self._keys(raw, as_number=False).cast(pl.Int64)
         ids = self._keys(raw, as_number=True).cast(pl.Int64)

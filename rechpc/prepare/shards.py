@@ -26,10 +26,10 @@ def chunked(frames: Iterable[pl.DataFrame]) -> Iterator[pl.DataFrame]:
         parts.append(frame)
         size_bytes += frame.estimated_size()
         if size_bytes >= _CHUNK_BYTES:
-            yield pl.concat(parts, how="vertical_relaxed")
+            yield pl.concat(parts, how="vertical_relaxed", rechunk=True)
             parts, size_bytes = [], 0.0
     if parts:
-        yield pl.concat(parts, how="vertical_relaxed")
+        yield pl.concat(parts, how="vertical_relaxed", rechunk=True)
 
 
 def shuffled(frames: Iterable[pl.DataFrame], scratch: Path, rng: np.random.Generator) -> Iterator[pl.DataFrame]:
@@ -59,7 +59,7 @@ def shuffled(frames: Iterable[pl.DataFrame], scratch: Path, rng: np.random.Gener
         if path.stat().st_size > _BUCKET_BYTES:
             yield from shuffled(_read(path), scratch / str(i), rng)
         else:
-            whole = pl.concat(_read(path), how="vertical_relaxed")
+            whole = pl.concat(_read(path), how="vertical_relaxed", rechunk=True)
             yield _take(whole, rng.permutation(len(whole)))
         path.unlink()
 
