@@ -31,6 +31,7 @@ from rechpc.rank.synthetic import Synthetic
 
 _AHEAD = 8  # batches at most, half of that at least
 _RUN_ROWS = 1024
+_DRAWN_AT_ONCE = 64  # blocks
 
 
 @dataclass
@@ -91,8 +92,9 @@ class GlobalBatches:
         self._world_size = world_size
         self._seed = seed
         self._pin = pin
-        self._block = lru_cache(maxsize=2)(self._shuffled_block)
+        self._block = lru_cache(maxsize=2)(self._checked_block)
         self._epoch_order = lru_cache(maxsize=1)(self._order_of_blocks)
+        self._runs = lru_cache(maxsize=2)(self._runs_of_blocks)
 
     @property
     def steps_per_epoch(self) -> int:
@@ -153,12 +155,13 @@ class GlobalBatches:
         blocks, ends = self._epoch_order(epoch)
         place = min(int(np.searchsorted(ends, first, side="right")), len(blocks) - 1)
         if first == last:  # no rows for this rank
-            return gather([(self._block(epoch, int(blocks[place]))[0], 0, 0)])
+            return gather([(self._block(int(blocks[place])), 0, 0)])
         parts: list[tuple[Block, int, int]] = []
         while first < last:
             begin = int(ends[place - 1]) if place else 0
             stop = min(last, int(ends[place]))
-            block, runs = self._block(epoch, int(blocks[place]))
+            runs = self._runs(epoch, place // _DRAWN_AT_ONCE)[place % _DRAWN_AT_ONCE]
+            block = self._block(int(blocks[place]))
             parts += [(block, *part) for part in _part(runs, first - begin, stop - begin)]
             first, place = stop, place + 1
         return gather(parts)
@@ -172,18 +175,29 @@ class GlobalBatches:
             blocks = np.random.default_rng([self._seed, epoch]).permutation(num_blocks)
         return blocks, np.cumsum(np.minimum(block_rows, rows - blocks * block_rows))
 
-    def _shuffled_block(self, epoch: int, block: int) -> tuple[Block, list[tuple[int, int]]]:
-        """A checked block, and the runs of rows [start, stop) that make its order in an epoch.
+    def _runs_of_blocks(self, epoch: int, group: int) -> list[list[tuple[int, int]]]:
+        """The runs of rows [start, stop) that make the order in some blocks, which follow each other in an epoch.
 
-        Why runs: docs/decisions/0004.
+        Why runs: docs/decisions/0004. Of several blocks at once, for on its own, between two reads, a generator is out
+        of every cache, and takes as long as 400 rows.
         """
+        block_rows, rows = self._source.block_rows, self._source.rows
+        blocks, _ = self._epoch_order(epoch)
+        found = []
+        for block in blocks[group * _DRAWN_AT_ONCE : (group + 1) * _DRAWN_AT_ONCE].tolist():
+            size = min(block_rows, rows - block * block_rows)
+            if self._seed is None:
+                found.append([(0, size)])
+                continue
+            rng = np.random.default_rng([self._seed, epoch, block])
+            cuts = [0, *range(int(rng.integers(1, _RUN_ROWS + 1)), size, _RUN_ROWS), size]
+            found.append([(cuts[i], cuts[i + 1]) for i in rng.permutation(len(cuts) - 1)])
+        return found
+
+    def _checked_block(self, block: int) -> Block:
         rows = self._source.read(block)
         check(rows, self._config.sparse, self._config.dense, f"data {self._source_name()}, block {block}")
-        if self._seed is None:
-            return rows, [(0, len(rows))]
-        rng = np.random.default_rng([self._seed, epoch, block])
-        cuts = [0, *range(int(rng.integers(1, _RUN_ROWS + 1)), len(rows), _RUN_ROWS), len(rows)]
-        return rows, [(cuts[i], cuts[i + 1]) for i in rng.permutation(len(cuts) - 1)]
+        return rows
 
     def _source_name(self) -> str:
         return self._config.path or str(self._config.kind)

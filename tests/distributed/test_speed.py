@@ -17,7 +17,7 @@ WARM_UP = 5
 
 
 def attempt(env, config: RunConfig, run: RunDir) -> Outcome | str:
-    """An attempt on a clock of its own: first steps take 10 s, others half a second, a save 50 s, an evaluation 1,000."""
+    """An attempt on a clock of its own: first steps take 10 s, others half a second, a save 50, an evaluation 1,000."""
     now_s, steps = 0.0, 0
     with pytest.MonkeyPatch.context() as patch:
         progress, save, evaluate = TrainPipelineSparseDist.progress, Saver.save, loop._Loop._evaluate
