@@ -73,7 +73,7 @@ class Report:
 
     def data_wait(self, window: dict[str, float | None]) -> None:
         """Say, of the values of a window, that training waits for data, where it does."""
-        # Times of steps are known later than their parts: in a short window, a wait may seem to be longer than all of it.
+        # Times of steps are known later than their parts: a wait may seem to be longer than a short window.
         share = min(1.0, (window.get("rank0_data_wait_ms") or 0) / (window["step_time_ms"] or 1))
         slow = share > _SLOW_DATA_SHARE
         self.progress(data_wait_share=share if slow else None)
