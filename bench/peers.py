@@ -10,9 +10,9 @@ After every window of its steps the loop of a rechpc run, with metrics, heartbea
 takes as many steps in the same processes, so that both have the same threads, allocator, environment and neighbours.
 Both read the same generated rows, from npy files and from a data set prepared from them, and have the same model,
 table-wise plan, optimizer and learning rate; each has initial weights and an order of samples of its own. The first
-pair of windows warms up. A window of rechpc begins with an empty pipeline and a reader that is started, as a run or an
-epoch of evaluation does once and the other does never here: short ones say too little of it (10 steps of 80 ms: 3 %). A record of every pair, with the machine, is appended to --out. samples/s are of wall time,
-over all ranks; the ratio is that of a pair, and the median counts.
+pair of windows warms up. Ours begin with an empty pipeline and a reader that starts, which a run has once, so that
+windows of few steps make it look slow. A record of every pair, with the machine, is appended to --out. samples/s are
+of wall time, over all ranks; the ratio is that of a pair, and the median counts.
 
 With --stock a pair is two starts: one without any variable that rechpc gives its ranks, of which the peer counts, and
 one with all of them, of which rechpc counts. That says what a user gets, not which trainer is faster.
