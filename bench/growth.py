@@ -47,7 +47,7 @@ from rechpc.rundir import RunDir  # noqa: E402
 from rechpc.topology import RankEnv  # noqa: E402
 
 DENSE, MIB = 13, 1 << 20
-WINDOW, WINDOWS = 20, 7  # steps; and windows that count
+WINDOW, WINDOWS = 20, 15  # steps; and windows that count
 
 
 @dataclasses.dataclass(frozen=True)

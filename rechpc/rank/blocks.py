@@ -66,13 +66,8 @@ class Block:
 
 
 def _stacked(arrays: list[np.ndarray], rows: int) -> np.ndarray:
-    """Arrays (N,) as one (number of arrays, N); without a copy where they are the rows of one."""
-    if not arrays:
-        return np.empty((0, rows), np.int32)
-    whole = arrays[0].base
-    if whole is not None and whole.shape == (len(arrays), rows) and all(a.base is whole for a in arrays):
-        return whole
-    return np.stack(arrays)
+    """Arrays (N,) as one (number of arrays, N)."""
+    return np.stack(arrays) if arrays else np.empty((0, rows), np.int32)
 
 
 class Source(Protocol):
@@ -100,11 +95,13 @@ def gather(parts: Sequence[tuple[Block, int, int]]) -> Block:
     one_N = one_each(singles_SN.shape[1])
     bags = {name: (one_N, ids_N) for name, ids_N in zip(first.singles, singles_SN, strict=True)}
     bags |= zip(first.lists, zip(lengths_LN, values, strict=True), strict=True)
-    return Block(
+    gathered = Block(
         labels_N=np.concatenate([block.labels_N[start:stop] for block, start, stop in parts]),
         dense_NF=np.concatenate([block.dense_NF[start:stop] for block, start, stop in parts]),
         bags={name: bags[name] for name in first.bags},
     )
+    vars(gathered).update(singles_SN=singles_SN, lengths_LN=lengths_LN)  # else it would make them again
+    return gathered
 
 
 def pad(block: Block, rows: int) -> Block:
