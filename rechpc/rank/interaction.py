@@ -156,7 +156,8 @@ def update_tables_on_one_thread(model: nn.Module) -> None:
     """Have FBGEMM's backward pass of the tables of a sharded model on the CPU use one thread, whatever the others use.
 
     It sorts the ids of each table in parallel parts of microseconds, and nothing else of it is parallel: with 2 threads
-    it took 6 to 60 % longer up to 2,048 ids a table, and as long with 32,768 (FBGEMM 1.8, docs/performance.md).
+    it took up to twice as long where a table has 2,048 ids or fewer, and as long with 32,768 (FBGEMM 1.8,
+    docs/performance.md).
     """
     for module in model.modules():
         for lookup in getattr(module, "_lookups", ()):  # a plain list in TorchRec
