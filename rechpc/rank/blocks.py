@@ -39,7 +39,7 @@ class Block:
     @cached_property
     def lists(self) -> list[str]:
         """The L others."""
-        return [name for name in self.bags if name not in self.singles]
+        return [name for name, (lengths_N, _) in self.bags.items() if lengths_N.base is not _ONE]
 
     # In one array, so that a run of rows is copied at once. A copy for each feature costs more than the copying: each
     # waits for the interpreter, which the thread that trains needs as well.

@@ -204,11 +204,8 @@ class GlobalBatches:
 
     def _collate(self, block: Block, num_real: int, weight: float) -> Batch:
         names = [feature.name for feature in self._config.sparse]
-        if block.singles == names:
-            lengths, values = np.ones(block.singles_SN.size, np.int32), block.singles_SN.astype(np.int64).ravel()
-        else:
-            lengths = np.concatenate([block.bags[name][0] for name in names], dtype=np.int32, casting="same_kind")
-            values = np.concatenate([block.bags[name][1] for name in names], dtype=np.int64)
+        lengths = np.concatenate([block.bags[name][0] for name in names], dtype=np.int32, casting="same_kind")
+        values = np.concatenate([block.bags[name][1] for name in names], dtype=np.int64)
         weights_B = np.zeros(len(block), dtype=np.float32)
         weights_B[:num_real] = weight
         return Batch(

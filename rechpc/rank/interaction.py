@@ -8,6 +8,7 @@ Shape legend: B rows of a local batch, F sparse features, V = F + 1 vectors with
 P pairs of vectors, O = D + P outputs of the dot interaction; N = V D columns of the cross net, R its rank.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -156,14 +157,17 @@ def update_tables_on_one_thread(model: nn.Module) -> None:
     """Have FBGEMM's backward pass of the tables of a sharded model on the CPU use one thread, whatever the others use.
 
     It sorts the ids of each table in parallel parts of microseconds, and nothing else of it is parallel: with 2 threads
-    it took up to twice as long where a table has 2,048 ids or fewer, and as long with 32,768 (FBGEMM 1.8,
-    docs/performance.md).
+    it took twice as long for 256 ids of a table, and never less for more of them (FBGEMM 1.8, docs/performance.md).
     """
+    for tables in kernels(model):
+        tables.register_forward_hook(_hook_backward)
+
+
+def kernels(model: nn.Module) -> Iterator[SplitTableBatchedEmbeddingBagsCodegen]:
+    """What computes the tables of this rank in a sharded model."""
     for module in model.modules():
         for lookup in getattr(module, "_lookups", ()):  # a plain list in TorchRec
-            for tables in lookup.modules():
-                if isinstance(tables, SplitTableBatchedEmbeddingBagsCodegen):
-                    tables.register_forward_hook(_hook_backward)
+            yield from (m for m in lookup.modules() if isinstance(m, SplitTableBatchedEmbeddingBagsCodegen))
 
 
 def _hook_backward(_: nn.Module, __: Any, pooled_BE: torch.Tensor) -> None:

@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
 from torch import nn
 from torchrec.models.dlrm import InteractionArch, InteractionDCNArch
 from torchrec.modules.crossnet import LowRankCrossNet
@@ -17,7 +16,7 @@ from torchrec.sparse.jagged_tensor import KeyedTensor
 from rechpc.config import DenseOptimizer, Interaction, OptimizerConfig, RunConfig, SparseOptimizer
 from rechpc.prepare.convert import prepare
 from rechpc.rank.data import GlobalBatches, open_splits
-from rechpc.rank.interaction import CrossInteraction, DotInteraction
+from rechpc.rank.interaction import CrossInteraction, DotInteraction, kernels
 from rechpc.rundir import RunDir
 from tests.configs import changed, tiny
 from tests.distributed.trainer import Parts, trainer, whole
@@ -177,11 +176,8 @@ def threads_of_steps(env, config: RunConfig, run: RunDir) -> tuple[list[int], in
 
     with trainer(env, config, run) as one:
         torch.set_num_threads(2)
-        for module in one.model.modules():
-            for lookup in getattr(module, "_lookups", ()):
-                for tables in lookup.modules():
-                    if isinstance(tables, SplitTableBatchedEmbeddingBagsCodegen):
-                        tables.register_forward_hook(watch)
+        for tables in kernels(one.model):
+            tables.register_forward_hook(watch)
         one.train(0, 2)
         after = torch.get_num_threads()
     torch.set_num_threads(before)
